@@ -1,0 +1,96 @@
+"""manifest/ARCH.json: which artifact serves which spec."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from .errors import ManifestError
+
+__all__ = ["FORMAT", "Manifest", "check_name", "read_manifest", "write_manifest"]
+
+FORMAT = 1
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is built for one arch.
+
+    Attributes:
+        arch: the arch as users write it (sm_90).
+        artifacts: spec key -> {"id": ..., "kernel": ..., "built": ...}; whatever else a builder added is kept.
+        support: id of the shared native libraries that these artifacts load with.
+    """
+
+    arch: str
+    artifacts: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
+    support: str | None = None
+
+
+def check_name(what: str, name: object) -> str:
+    """`name`, if it can be one folder or file inside the registry; ids come from files that others may have written."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"{what} must be letters, digits, '.', '_' and '-', not starting with '.' or '-', got {name!r}")
+    return name
+
+
+def read_manifest(path: Path, arch: str) -> Manifest:
+    """The manifest at `path`, empty where there is none.
+
+    Raises:
+        ManifestError: the file cannot be read, is not a manifest of `arch`, or has a newer format.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Manifest(arch)
+    except OSError as error:
+        raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise _corrupt(path, arch, "it is not JSON") from None
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        raise _corrupt(path, arch, "it does not state its format")
+    if data["format"] != FORMAT:
+        raise ManifestError(
+            f"the manifest {path} has format {data['format']}, this version of kda-tl reads format {FORMAT}: "
+            "upgrade kda-tl, or name another registry with KDA_TL_REGISTRY"
+        )
+    if data.get("arch") != arch:
+        raise _corrupt(path, arch, f"it is the manifest of {data.get('arch')!r}")
+    artifacts, support = data.get("artifacts"), data.get("support")
+    if not isinstance(artifacts, dict) or not all(isinstance(entry, dict) for entry in artifacts.values()):
+        raise _corrupt(path, arch, "it has no artifacts table")
+    try:
+        for entry in artifacts.values():
+            check_name("id", entry.get("id"))
+        if support is not None:
+            check_name("support", support)
+    except ValueError as error:
+        raise _corrupt(path, arch, str(error)) from None
+    frozen = {key: MappingProxyType(entry) for key, entry in artifacts.items()}
+    return Manifest(arch, MappingProxyType(frozen), support)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Replaces the file at once. The caller holds the registry's lock: the temporary name is fixed."""
+    data: dict[str, Any] = {"format": FORMAT, "arch": manifest.arch}
+    if manifest.support is not None:
+        data["support"] = manifest.support
+    data["artifacts"] = {key: dict(sorted(manifest.artifacts[key].items())) for key in sorted(manifest.artifacts)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _corrupt(path: Path, arch: str, reason: str) -> ManifestError:
+    return ManifestError(
+        f"the manifest {path} is damaged: {reason}. Remove it and run `kda-tl build --arch {arch}` to write it again"
+    )
