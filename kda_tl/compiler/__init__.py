@@ -1,0 +1,1 @@
+"""Program to artifact. Needs TileLang; nothing that runs a model imports this."""

@@ -1,0 +1,11 @@
+"""What goes wrong while building."""
+
+__all__ = ["BuildError", "ToolchainError"]
+
+
+class BuildError(RuntimeError):
+    """A program could not be compiled. The message names spec, arch and the tool's own words."""
+
+
+class ToolchainError(BuildError):
+    """A compiler is missing. The message names what to install."""

@@ -1,0 +1,70 @@
+"""The architectures that artifacts are built for, and which devices each one serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ARCHS", "Arch", "arch", "archs_for_capability"]
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One row of the table.
+
+    Attributes:
+        name: what users write, `kda-tl build --arch NAME`.
+        compiler_arch: what the compiler gets. sm_90 is compiled as sm_90a: plain sm_90 has no wgmma, TMA or setmaxnreg.
+        shared_memory: bytes that one block may use.
+        exact: True where the code runs on that compute capability only; False where the artifact carries PTX for newer GPUs.
+        capability: the lowest compute capability that the artifact runs on; None for the cpu.
+        min_driver: the lowest NVIDIA driver (major version) that loads what nvcc 13 makes.
+    """
+
+    name: str
+    compiler_arch: str
+    shared_memory: int
+    exact: bool
+    capability: tuple[int, int] | None
+    min_driver: int | None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.capability is None
+
+
+ARCHS: dict[str, Arch] = {
+    row.name: row
+    for row in (
+        Arch("sm_80", "sm_80", 163 * KIB, False, (8, 0), 580),
+        Arch("sm_89", "sm_89", 99 * KIB, False, (8, 9), 580),
+        Arch("sm_90", "sm_90a", 227 * KIB, True, (9, 0), 580),
+        Arch("cpu", "c", 0, True, None, None),
+    )
+}
+
+
+def arch(name: str) -> Arch:
+    """The row of `name`. Raises ValueError, listing the names, for an arch that is not in the table."""
+    if name not in ARCHS:
+        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {name!r}")
+    return ARCHS[name]
+
+
+def archs_for_capability(capability: tuple[int, int], shared_memory: int | None = None) -> list[str]:
+    """Archs whose artifacts a device of this compute capability can load, best first.
+
+    shared_memory: bytes that the device grants one block. Archs whose schedules may use more come last: sm_86 has 99 KiB and
+    runs no sm_89 code, so it gets sm_80's artifacts, each of which is held to the device's limit when it is loaded.
+    """
+    loadable = [
+        row
+        for row in ARCHS.values()
+        if row.capability is not None and (row.capability == capability if row.exact else row.capability <= capability)
+    ]
+
+    def preference(row: Arch) -> tuple[bool, tuple[int, int]]:
+        return shared_memory is None or row.shared_memory <= shared_memory, row.capability or (0, 0)
+
+    return [row.name for row in sorted(loadable, key=preference, reverse=True)]

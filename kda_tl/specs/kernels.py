@@ -1,0 +1,93 @@
+"""What can be built: one frozen dataclass per kernel, printable and hashable, the key of its artifact.
+
+A spec holds what is compiled in. Batch, sequence length, number of sequences, head counts, scale, layouts and strides are
+run-time values: one artifact serves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Base of all specs."""
+
+    kernel: ClassVar[str] = ""
+
+    @property
+    def key(self) -> str:
+        """The spec as one line of text, the name under which the manifest lists its artifact."""
+        return f"{self.kernel}[" + ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) + "]"
+
+    @property
+    def operand_dtype(self) -> str:
+        """Of the operands of matrix products and of the workspace. float16 where the activations are narrow: it rounds eight
+        times finer than bfloat16 at the same speed, and chunk_scan keeps what could leave its range scaled."""
+        return "float32" if getattr(self, "dtype", None) == "float32" else "float16"
+
+    def as_dict(self) -> dict[str, object]:
+        return {"kernel": self.kernel, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ChunkWySpec(KernelSpec):
+    """Per chunk and value head: A_inv = (I + Diag(beta) A)^-1 Diag(beta) and P, the inputs of chunk_scan.
+
+    Attributes:
+        head_dim_k: K.
+        chunk_size: C, tokens per chunk.
+        dtype: of q and k; g and beta are float32, the workspace A_inv, P is of `operand_dtype`.
+        decay: "per_key" (KDA: g [B, T, HV, K]).
+    """
+
+    kernel: ClassVar[str] = "chunk_wy"
+    head_dim_k: int = 128
+    chunk_size: int = 64
+    dtype: str = "bfloat16"
+    decay: str = "per_key"
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, DTYPES)
+        _check("decay", self.decay, ("per_key",))
+        _check("chunk_size", self.chunk_size, (64,))
+        _check("head_dim_k", self.head_dim_k, (64, 128))
+
+
+@dataclass(frozen=True)
+class ChunkScanSpec(KernelSpec):
+    """Affine state passing and output: walks the chunks of a sequence with the state on chip.
+
+    Attributes:
+        head_dim_k, head_dim_v: K, V.
+        chunk_size: C, tokens per chunk.
+        dtype: of q, k, v and o; g and the state in and out are float32, the workspace is of `operand_dtype`.
+        decay: "per_key" (KDA: g [B, T, HV, K]).
+    """
+
+    kernel: ClassVar[str] = "chunk_scan"
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+    chunk_size: int = 64
+    dtype: str = "bfloat16"
+    decay: str = "per_key"
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, DTYPES)
+        _check("decay", self.decay, ("per_key",))
+        _check("chunk_size", self.chunk_size, (64,))
+        _check("head_dim_k", self.head_dim_k, (64, 128))
+        _check("head_dim_v", self.head_dim_v, (64, 128))
+
+
+KERNEL_SPECS: dict[str, type[KernelSpec]] = {spec.kernel: spec for spec in (ChunkWySpec, ChunkScanSpec)}

@@ -1,0 +1,107 @@
+"""How a kernel is built: one frozen dataclass per kernel, and the tuned choices in schedules/ARCH.json.
+
+What an artifact computes never depends on its schedule. A schedules file reads
+
+    {"format": 1, "arch": ARCH, "schedules": {SPEC_KEY: {"schedule": {FIELD: VALUE}, "source": "model" or "measured", ...}}}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kda_tl.specs.kernels import KernelSpec
+
+__all__ = ["SCHEDULES", "ChunkScanSchedule", "ChunkWySchedule", "Schedule", "ScheduleFileError", "schedule_for"]
+
+FORMAT = 1
+
+
+class ScheduleFileError(ValueError):
+    """A schedules file that cannot be used. The message names the file, the entry and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Base of all schedules."""
+
+    kernel: ClassVar[str] = ""
+
+    def as_dict(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class ChunkWySchedule(Schedule):
+    """threads: per block; a multiple of 128 (warpgroups)."""
+
+    kernel: ClassVar[str] = "chunk_wy"
+    threads: int = 128
+
+
+@dataclass(frozen=True)
+class ChunkScanSchedule(Schedule):
+    """How the state is split over blocks, and which program walks the chunks.
+
+    Attributes:
+        variant: "plain" runs on every arch; "warp_specialized" has a role per warpgroup and runs on sm_90.
+        threads: per block of the plain variant; a multiple of 128 (warpgroups). The other one has 512.
+        block_v: columns of the state that one block holds.
+        stages: warp_specialized: chunks of q, k and g in flight.
+        state_registers, value_registers, output_registers, gating_registers: warp_specialized: per thread of each role; a
+            multiple of 8, 512 together at most.
+    """
+
+    kernel: ClassVar[str] = "chunk_scan"
+    variant: str = "plain"
+    threads: int = 128
+    block_v: int = 64
+    stages: int = 1
+    state_registers: int = 168
+    value_registers: int = 128
+    output_registers: int = 112
+    gating_registers: int = 104
+
+
+SCHEDULES: dict[str, type[Schedule]] = {s.kernel: s for s in (ChunkWySchedule, ChunkScanSchedule)}
+
+
+def schedule_for(spec: KernelSpec, arch: str) -> Schedule:
+    """The schedule that schedules/ARCH.json names for `spec`, or the kernel's default one where it names none.
+
+    Raises:
+        ScheduleFileError: the file is not of this format, or the entry has an unknown field.
+    """
+    entry = _read(schedules_folder() / f"{arch}.json").get(spec.key)
+    kind = SCHEDULES[spec.kernel]
+    if entry is None:
+        return kind()
+    unknown = set(entry["schedule"]) - {f.name for f in fields(kind)}
+    if unknown:
+        known = ", ".join(f.name for f in fields(kind))
+        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: unknown field {sorted(unknown)[0]!r}; allowed: {known}")
+    return kind(**entry["schedule"])
+
+
+def schedules_folder() -> Path:
+    """schedules/ of a checkout, or the copy that travels in the wheel."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent / "schedules"
+    return checkout if (package.parent / "pyproject.toml").is_file() else package / "_schedules"
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries = content["schedules"]
+        if content["format"] != FORMAT or not all("schedule" in entry for entry in entries.values()):
+            raise KeyError("format")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ScheduleFileError(f"{path}: not a schedules file of format {FORMAT} ({error}); restore it or delete it") from None
+    return dict(entries)
