@@ -1,0 +1,1 @@
+"""The public functions: check the inputs, plan, launch."""

@@ -1,0 +1,44 @@
+"""What a call will launch, decided before anything is launched and printable as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kda_tl.runtime.dispatcher import choose
+from kda_tl.specs.kernels import KernelSpec
+
+__all__ = ["Launch", "Plan"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a plan: its spec and what its grid counts."""
+
+    spec: KernelSpec
+    grid: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one call, in order. `str(plan)` is what `kda_tl.explain` prints."""
+
+    op: str
+    problem: Mapping[str, object]
+    arch: str
+    launches: tuple[Launch, ...]
+    workspace_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.op} on {self.arch}",
+            "  problem    " + ", ".join(f"{name} {value}" for name, value in self.problem.items()),
+            f"  workspace  {self.workspace_bytes / 2**20:.1f} MiB",
+        ]
+        for launch in self.launches:
+            choice = choose(launch.spec, self.arch)
+            found = f"artifact {choice.path.name}, {choice.reason}" if choice.path else f"MISSING, {choice.reason}"
+            lines += [f"  {launch.spec.key}", f"    grid {launch.grid}", f"    {found}"]
+        if any(choose(launch.spec, self.arch).path is None for launch in self.launches):
+            lines.append(f"  build what is missing: kda-tl build --arch {self.arch}")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Artifact to call: loader and dispatcher. Imports neither TileLang nor the compiler."""

@@ -1,0 +1,154 @@
+"""Artifact to callable. Needs torch and apache-tvm-ffi; never TileLang.
+
+Two ABIs: CUDA libraries are TVM-FFI modules, which take tensors and check them; cpu libraries are plain C functions, whose
+sizes and strides are read off the tensors here, by the artifact's own description of its parameters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
+
+from kda_tl.registry import Registry
+from kda_tl.runtime.errors import EnvironmentConflict
+
+__all__ = ["KernelFunction", "load"]
+
+KernelFunction = Callable[..., Any]
+
+_lock = threading.Lock()
+_loaded: dict[str, KernelFunction] = {}
+_prepared = False
+
+
+def load(registry: Registry, path: Path, arch: str) -> KernelFunction:
+    """The callable of the artifact in `path`: positional arguments in program order, tensors and Python numbers.
+
+    Verified by hash before its first use in a process, then kept.
+
+    Raises:
+        DamagedArtifact: the files are not what was built; they have been moved to quarantine.
+        EnvironmentConflict: the package apache-tvm is installed beside a CUDA artifact.
+    """
+    key = str(path)
+    with _lock:
+        if key not in _loaded:
+            registry.verify(path)
+            meta = registry.load_meta(path)
+            library = path / "lib.so"
+            if meta["abi"] == "c":
+                _loaded[key] = _CFunction(library, meta)
+            else:
+                _prepare(registry, arch)
+                _loaded[key] = _load_tvm_ffi(library, meta["entry"])
+        return _loaded[key]
+
+
+def _load_tvm_ffi(library: Path, entry: str) -> KernelFunction:
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(str(library))
+    function: KernelFunction = module[entry]
+    return function
+
+
+def _prepare(registry: Registry, arch: str) -> None:
+    """Makes the process able to load CUDA modules: TVM's runtime library, its driver stubs, and our TMA helper."""
+    global _prepared
+    if _prepared:
+        return
+    import tvm_ffi
+
+    _refuse_apache_tvm()
+    folder = registry.support_dir(arch)
+    if folder is None:
+        raise FileNotFoundError(f"{registry.root} names no support libraries for {arch}: run `kda-tl build --arch {arch}`")
+    registry.verify(folder)
+    names = registry.load_meta(folder)
+    if tvm_ffi.get_global_func("ffi.Module.load_from_bytes.cuda", allow_missing=True) is None:
+        # Where TileLang is installed its own copy is taken: a later `import tilelang` then finds the same library loaded,
+        # instead of registering the same functions a second time, which aborts the process.
+        tilelang = importlib.util.find_spec("tilelang")
+        runtime = folder
+        if tilelang is not None and tilelang.submodule_search_locations:
+            runtime = Path(tilelang.submodule_search_locations[0]) / "lib"
+        _open_global(runtime / names["runtime"])
+    if tvm_ffi.get_global_func("kda_tl.tensormap_create_tiled", allow_missing=True) is None:
+        _open_global(folder / names["helper"])
+    _prepared = True
+
+
+def _refuse_apache_tvm() -> None:
+    try:
+        version = metadata.version("apache-tvm")
+    except metadata.PackageNotFoundError:
+        return
+    raise EnvironmentConflict(
+        f"the package apache-tvm {version} is installed: it and the TVM runtime that compiled kernels use register the same "
+        "functions, and the second to load aborts the process. Run `pip uninstall apache-tvm` (apache-tvm-ffi stays)."
+    )
+
+
+def _open_global(path: Path) -> None:
+    ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+
+
+_C_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+
+
+class _CFunction:
+    """A cpu artifact. Its C arguments are buffers, then sizes and strides, then scalars, in an order of its own."""
+
+    def __init__(self, library: Path, meta: Mapping[str, Any]) -> None:
+        self._function = getattr(ctypes.CDLL(str(library)), meta["entry"])
+        self._function.restype = ctypes.c_int32
+        self._parameters = meta["parameters"]
+        self._order = meta["c_arguments"]
+        scalars = {p["name"]: _C_TYPES[p["dtype"]] for p in self._parameters if "shape" not in p}
+        buffers = {p["name"] for p in self._parameters if "shape" in p}
+        self._function.argtypes = [
+            ctypes.c_void_p if name in buffers else scalars.get(name, ctypes.c_int32) for name in self._order
+        ]
+
+    def __call__(self, *arguments: Any) -> None:
+        if len(arguments) != len(self._parameters):
+            raise TypeError(f"the kernel takes {len(self._parameters)} arguments, got {len(arguments)}")
+        values: dict[str, Any] = {}
+        for parameter, argument in zip(self._parameters, arguments, strict=True):
+            name = parameter["name"]
+            if "shape" not in parameter:
+                values[name] = argument
+                continue
+            _check_tensor(name, parameter, argument, values)
+            values[name] = argument.data_ptr()
+        status = self._function(*(values[name] for name in self._order))
+        if status != 0:
+            raise RuntimeError(f"the kernel returned {status}")
+
+
+def _check_tensor(name: str, parameter: Mapping[str, Any], tensor: torch.Tensor, values: dict[str, Any]) -> None:
+    """Binds the run-time sizes and strides that `tensor` is the first to show, and holds it to those already known."""
+    if str(tensor.dtype).removeprefix("torch.") != parameter["dtype"] or tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be a {parameter['dtype']} cpu tensor, got {tensor.dtype} on {tensor.device}")
+    if tensor.dim() != len(parameter["shape"]):
+        raise ValueError(f"{name} must have {len(parameter['shape'])} dimensions, got {tensor.dim()}")
+    for what, texts, actual in (("size", parameter["shape"], tensor.shape), ("stride", parameter["strides"], tensor.stride())):
+        for axis, (text, value) in enumerate(zip(texts, actual, strict=True)):
+            if text.isidentifier():
+                expected = values.setdefault(text, value)
+            elif text.isdecimal():
+                expected = int(text)
+            elif tensor.is_contiguous():
+                continue
+            else:
+                raise ValueError(f"{name} must be contiguous")
+            if expected != value and not (what == "stride" and tensor.shape[axis] <= 1):
+                raise ValueError(f"{name} has {what} {value} in dimension {axis}, expected {expected}")
