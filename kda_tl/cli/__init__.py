@@ -1,0 +1,1 @@
+"""The command line: kda-tl. One command per file; nothing here needs TileLang but `build`, while it runs."""

@@ -1,0 +1,137 @@
+"""kda-tl build: the default set, compiled into a registry."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kda_tl.cli.shared import arch_option, registry_option, size, stored_bytes, table
+from kda_tl.registry import Registry, RegistryError, default_root
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.schedules import ScheduleFileError
+
+if TYPE_CHECKING:
+    from click._termui_impl import ProgressBar
+
+    from kda_tl.compiler.build import BuildResult
+
+__all__ = ["build"]
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+@click.command()
+@arch_option("What to compile for. May be given several times.", multiple=True, required=True)
+@click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes.  [default: one per core]")
+@registry_option("Where the artifacts go.  [default: the first writable folder of the search path]")
+def build(arch: tuple[str, ...], jobs: int | None, registry: Path | None) -> None:
+    """Compile the kernels of one or more architectures.
+
+    Needs TileLang (pip install 'kda-tl[build]'), a C++ compiler, and for the sm_ architectures nvcc. No GPU. What the
+    registry has already is not compiled again. The folder is complete: copied to another machine and named there with
+    KDA_TL_REGISTRY, it serves with neither TileLang nor a compiler installed.
+
+    Exits 1 where something could not be compiled; the rest is built all the same. After Ctrl-C, what had finished is kept.
+
+    \b
+    Examples:
+      kda-tl build --arch sm_90
+      kda-tl build --arch sm_80 --arch sm_89 --jobs 4 --registry artifacts
+    """
+    from kda_tl.compiler.errors import BuildError
+
+    failures = []
+    try:
+        target = Registry(registry if registry is not None else default_root())
+        click.echo(f"Registry {target.root}")
+        for name in dict.fromkeys(arch):
+            try:
+                _build_arch(name, jobs, target)
+            except (BuildError, RegistryError, ScheduleFileError, OSError) as error:
+                failures.append(f"{name}: {error}")
+    except RegistryError as error:
+        failures.append(str(error))
+    except KeyboardInterrupt:
+        click.echo("\nStopped. What had finished is kept: the same command builds the rest.", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    if failures:
+        raise click.ClickException("\n".join(failures))
+
+
+def _build_arch(arch: str, jobs: int | None, registry: Registry) -> None:
+    from kda_tl.compiler.build import build as compile_specs
+
+    specs = default_specs(arch)
+    finished: list[BuildResult] = []
+    start = time.perf_counter()
+    try:
+        with _progress(arch, len(specs)) as tell:
+
+            def on_finished(result: BuildResult) -> None:
+                finished.append(result)
+                tell(result)
+
+            compile_specs(arch, specs, registry, jobs=jobs, progress=on_finished)
+    finally:
+        if finished:
+            click.echo(_report(arch, finished, registry, time.perf_counter() - start))
+
+
+@contextmanager
+def _progress(arch: str, total: int) -> Iterator[Callable[[BuildResult], None]]:
+    """A bar on a terminal, else one line per finished spec; on stderr, so that the table can be kept alone."""
+    if sys.stderr.isatty():
+        bar: ProgressBar[BuildResult] = click.progressbar(
+            length=total, label=f"{arch}, {total} programs", file=sys.stderr, show_eta=False, show_pos=True,
+            item_show_func=lambda result: "" if result is None else f"{result.spec.kernel} {_took(result)}",
+        )  # fmt: skip
+        with bar:
+            bar.render_progress()
+            yield lambda result: bar.update(1, result)
+        return
+    count = 0
+
+    def line(result: BuildResult) -> None:
+        nonlocal count
+        count += 1
+        click.echo(f"{arch} {count}/{total}  {result.spec.key}  {_took(result)}", err=True)
+
+    yield line
+
+
+def _took(result: BuildResult) -> str:
+    return f"{result.seconds:.1f} s" if result.compiled else "already built"
+
+
+def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elapsed: float) -> str:
+    rows, total = [], 0
+    for result in sorted(results, key=lambda result: result.spec.key):
+        meta = registry.load_meta(registry.root / "artifacts" / result.id)
+        total += stored_bytes(meta)
+        rows.append((_took(result), *_resources(meta), size(stored_bytes(meta)), result.spec.key))
+    header = ("time", "shared memory", "registers", "spills", "size", "spec")
+    support = registry.support_dir(arch)
+    libraries = f", and {size(stored_bytes(registry.load_meta(support)))} of libraries that all of them load" if support else ""
+    row = arch_row(arch)
+    needs = f"\n  Runs with an NVIDIA driver R{row.min_driver} or newer." if row.min_driver else ""
+    return (
+        f"{arch}: {len(results)} programs in {elapsed:.1f} s\n{table(header, rows)}\n"
+        f"  Together {size(total)}{libraries}.{needs}"
+    )
+
+
+def _resources(meta: dict[str, Any]) -> tuple[str, str, str]:
+    """Shared memory of the hungriest launch, registers of the hungriest kernel, and all spills; the cpu has none of them."""
+    launches, kernels = meta.get("launches", []), meta.get("resources", [])
+    return (
+        size(max(launch["shared_memory"] for launch in launches)) if launches else "-",
+        str(max(kernel["registers"] for kernel in kernels)) if kernels else "-",
+        size(sum(kernel["spill_stores"] + kernel["spill_loads"] for kernel in kernels)) if kernels else "-",
+    )

@@ -1,0 +1,76 @@
+"""kda-tl list: what is built, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kda_tl.cli.shared import arch_option, build_command, registries, registry_option, size, table
+from kda_tl.registry import Entry, ManifestError, Registry
+
+__all__ = ["list_artifacts"]
+
+
+@click.command("list")
+@arch_option("Only this architecture.")
+@registry_option("Only this folder.  [default: every folder of the search path]")
+@click.option("--json", "as_json", is_flag=True, help="A JSON array of objects, sizes in bytes.")
+def list_artifacts(arch: str | None, registry: Path | None, as_json: bool) -> None:
+    """Show the artifacts of every registry on the search path.
+
+    The search path is KDA_TL_REGISTRY, build/ of a checkout, the user cache and the artifacts that a wheel brings, in this
+    order; where two registries hold one spec, the first one serves it. Files are not read: kda-tl verify does that.
+
+    \b
+    Examples:
+      kda-tl list
+      kda-tl list --arch sm_90 --json
+    """
+    found, failures = [], []
+    for where in registries(registry):
+        for name in where.archs() if arch is None else [arch]:
+            try:
+                found += [(where, entry, _bytes(entry)) for entry in where.entries(name)]
+            except ManifestError as error:
+                failures.append(str(error))
+    if as_json:
+        click.echo(json.dumps([_as_dict(*line) for line in found], indent=2))
+    elif found:
+        _print_tables(found)
+    elif not failures:
+        which = f" for {arch}" if arch else ""
+        looked = "\n".join(f"  {where.root}" for where in registries(registry))
+        click.echo(f"No artifacts{which}. Looked in\n{looked}\nTo build them: {build_command(arch, registry)}")
+    if failures:
+        raise click.ClickException("\n".join(failures))
+
+
+def _bytes(entry: Entry) -> int | None:
+    """Size of the artifact's files; None where the folder that the manifest names is gone."""
+    if not entry.path.is_dir():
+        return None
+    return sum(file.stat().st_size for file in entry.path.iterdir())
+
+
+def _as_dict(where: Registry, entry: Entry, count: int | None) -> dict[str, Any]:
+    return {
+        "registry": str(where.root),
+        "arch": entry.arch,
+        "spec": entry.spec_key,
+        "id": entry.id,
+        "bytes": count,
+        "built": entry.fields.get("built"),
+    }
+
+
+def _print_tables(found: list[tuple[Registry, Entry, int | None]]) -> None:
+    for root in dict.fromkeys(where.root for where, _, _ in found):
+        rows = []
+        for where, entry, count in found:
+            if where.root == root:
+                stored = "MISSING" if count is None else size(count)
+                rows.append((entry.arch, str(entry.fields.get("built", "-")), stored, entry.id, entry.spec_key))
+        click.echo(f"{root}\n{table(('arch', 'built', 'size', 'artifact', 'spec'), rows)}")

@@ -1,0 +1,34 @@
+"""The group that every command belongs to; `python -m kda_tl.cli.main` is `kda-tl`."""
+
+from __future__ import annotations
+
+import click
+
+from kda_tl import __version__
+from kda_tl.cli.build import build
+from kda_tl.cli.explain import explain
+from kda_tl.cli.list import list_artifacts
+from kda_tl.cli.verify import verify
+
+__all__ = ["cli"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kda-tl")
+def cli() -> None:
+    """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention.
+
+    \b
+    Examples:
+      kda-tl build --arch sm_90       compile for an H100 or H200; no GPU is needed
+      kda-tl list                     what is built, and where
+      kda-tl verify                   compare every file with the hash it was built with
+      kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
+    """
+
+
+for command in (build, explain, list_artifacts, verify):
+    cli.add_command(command)
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,56 @@
+"""What the commands share: options, and figures as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kda_tl.registry import Registry, search_path
+from kda_tl.specs.archs import ARCHS
+
+__all__ = ["arch_option", "build_command", "registries", "registry_option", "size", "stored_bytes", "table"]
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def arch_option(help: str, **attributes: Any) -> Decorator:
+    return click.option("--arch", type=click.Choice(list(ARCHS)), help=help, **attributes)
+
+
+def registry_option(help: str) -> Decorator:
+    return click.option("--registry", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+
+
+def registries(only: Path | None) -> list[Registry]:
+    """One folder, or those of the search path in the order of their precedence."""
+    return [Registry(only)] if only is not None else [Registry(root) for root in search_path()]
+
+
+def build_command(arch: str | None, registry: Path | None) -> str:
+    """What to type where something is missing."""
+    where = f" --registry {registry}" if registry is not None else ""
+    return f"kda-tl build --arch {arch or 'ARCH'}{where}" + ("" if arch else f"   (ARCH: {', '.join(ARCHS)})")
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them."""
+    if count < 1024:
+        return f"{count} B"
+    return f"{count / 1024:.1f} KiB" if count < 1024**2 else f"{count / 1024**2:.1f} MiB"
+
+
+def stored_bytes(meta: Mapping[str, Any]) -> int:
+    """Of an artifact's files, by its meta.json."""
+    return sum(file["size"] for file in meta["files"].values())
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns flush right, the last one flush left: it holds the long names."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header) - 1)]
+    return "\n".join(
+        "  " + "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
+    )

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda_tl
+from kda_tl.ops.chunk_kda import plan_chunk_kda
+from kda_tl.registry import Registry
+
+
+@pytest.fixture(autouse=True)
+def no_device(roots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def tensors(B: int, T: int, H: int, HV: int) -> list[torch.Tensor]:
+    shapes = [(B, T, H, 128), (B, T, H, 128), (B, T, HV, 128), (B, T, HV, 128), (B, T, HV)]
+    return [torch.zeros(()).expand(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("words", "inputs", "lengths"),
+    [
+        ("--tokens 8192 --heads 96", (1, 8192, 96, 96), None),
+        ("--tokens 65 --heads 2 --value-heads 8 --batch 3", (3, 65, 2, 8), None),
+        ("--tokens 0 --heads 1", (1, 0, 1, 1), None),
+        ("--lengths 100,0,200 --heads 4", (1, 300, 4, 4), (100, 0, 200)),
+        ("--lengths 100 --tokens 128 --heads 4 --arch cpu", (1, 128, 4, 4), (100,)),
+    ],
+)
+def test_it_says_what_the_python_call_says(run, words: str, inputs: tuple[int, ...], lengths: tuple[int, ...] | None) -> None:
+    result = run("explain", "chunk_kda", *words.split())
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    assert result.exit_code == 0
+    assert result.output.strip() == str(kda_tl.explain("chunk_kda", *tensors(*inputs), cu_seqlens=offsets))
+
+
+def test_another_machines_plan(run) -> None:
+    result = run("explain", "chunk_kda", "--tokens", 8192, "--heads", 96, "--arch", "sm_90")
+    assert result.exit_code == 0
+    assert "chunk_kda on sm_90" in result.output and "dtype=bfloat16" in result.output
+    assert "MISSING" in result.output and "kda-tl build --arch sm_90" in result.output
+
+
+def test_artifacts_that_serve_are_named(run, roots) -> None:
+    registry, plan = Registry(roots[1]), plan_chunk_kda(*tensors(1, 64, 1, 1))
+    for number, launch in enumerate(plan.launches):
+        registry.put("artifacts", f"id-{number}", {"lib.so": b""}, {})
+        registry.publish("cpu", {launch.spec.key: {"id": f"id-{number}"}})
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 1)
+    assert "id-0" in result.output and "id-1" in result.output and str(roots[1]) in result.output
+    assert "MISSING" not in result.output
+
+
+def test_damaged_manifest(run, roots) -> None:
+    (roots[0] / "manifest").mkdir(parents=True)
+    (roots[0] / "manifest" / "cpu.json").write_text("{")
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 1)
+    assert result.exit_code == 1 and "is damaged" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("chunk_kda --heads 2", "--tokens"),
+        ("chunk_kda --tokens 10", "--heads"),
+        ("chunk_kda --tokens 10 --heads 2 --value-heads 3", "--value-heads"),
+        ("chunk_kda --tokens 10 --heads 0", "--heads"),
+        ("chunk_kda --heads 2 --batch 2 --lengths 5,5", "--batch"),
+        ("chunk_kda --heads 2 --lengths 5,x", "--lengths"),
+        ("chunk_kda --heads 2 --lengths 5,-1", "--lengths"),
+        ("chunk_kda --heads 2 --lengths 50,50 --tokens 99", "--tokens"),
+        ("chunk_gla --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_kda --heads 2 --tokens 5 --arch sm_70", "--arch"),
+    ],
+)
+def test_wrong_use_names_the_argument(run, words: str, named: str) -> None:
+    result = run("explain", *words.split())
+    assert result.exit_code == 2 and named in result.output.split("Error:")[1]

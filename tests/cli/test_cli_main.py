@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kda_tl import __version__
+from kda_tl.cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_version(run) -> None:
+    result = run("--version")
+    assert result.exit_code == 0 and __version__ in result.output
+
+
+@pytest.mark.parametrize("command", ["", *sorted(cli.commands)])
+def test_every_help_shows_examples_that_name_real_options(run, command: str) -> None:
+    result = run(*filter(None, [command]), "-h")
+    assert result.exit_code == 0
+    examples = [line.split() for line in result.output.splitlines() if line.startswith("    kda-tl ")]
+    assert examples
+    for words in examples:
+        options = {name for parameter in cli.commands[words[1]].params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
+
+
+def test_it_runs_as_a_module_without_loading_the_compiler() -> None:
+    code = "import sys, runpy; sys.argv[1:] = ['--help']\ntry:\n    runpy.run_module('kda_tl.cli.main', run_name='__main__')\n"
+    code += "finally:\n    print(sorted({'tilelang', 'tvm'} & {name.split('.')[0] for name in sys.modules}))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]" and "Commands:" in ran.stdout
