@@ -7,7 +7,8 @@ reference r,
     exp(G_i - G_j) = (product of d_s, r < s <= i) * (product of d_s, j < s <= r),      d_s = exp(g_s) in [0, 1],
 
 both factors are products of decays, running outward from r. So they never exceed 1, whatever the gate; a mask (g = -1000,
-d = 0) takes nothing from its neighbours, as it would in a cumulative sum; and no factor sees a row later than the one it scales.
+d = 0) takes nothing from its neighbours, as it would in a cumulative sum; and no factor sees a row later than the one it
+scales.
 log2(C) levels cover every pair once, and one exponential per element serves them all.
 """
 
