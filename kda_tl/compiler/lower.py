@@ -87,6 +87,12 @@ def _parameters(program: Any) -> list[dict[str, Any]]:
     return parameters
 
 
+def _own_pass_configs(program: Any) -> dict[str, Any]:
+    """What the program asks for with T.annotate_pass_configs; JITKernel itself does not look."""
+    own = (program.attrs or {}).get("tilelang_pass_configs", {})
+    return {str(key): bool(value) for key, value in dict(own).items()}
+
+
 # -- CUDA ----------------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +119,7 @@ def _lower_cuda(program: Any, arch: Arch) -> Compiled:
         target={"kind": "cuda", "arch": arch.compiler_arch},
         target_host="c",
         execution_backend="tvm_ffi",
-        pass_configs=PASS_CONFIGS,
+        pass_configs={**_own_pass_configs(program), **PASS_CONFIGS},
     )
     launches = []
     for name, function in kernel.artifact.device_mod.functions.items():

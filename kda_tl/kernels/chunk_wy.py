@@ -15,10 +15,12 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
 from kda_tl.kernels.tiles.decay_products import decay_products
-from kda_tl.kernels.tiles.target import LOG2_E, TileTarget
+from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
+
+LOAD_BATCH = 8  # rows that a thread has in flight
 
 
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
@@ -47,44 +49,69 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
         P: T.Tensor((slots, HV, C, C), operand_dtype),
         uniform: T.int32,
     ):
-        with T.Kernel(slots * HV, threads=schedule.threads) as block:
-            where = T.alloc_local((5,), "int32")
-            where[3] = T.truncdiv(block, HV)
-            where[4] = block - where[3] * HV
-            locate_chunk(where[3], uniform, seq_len, num_offsets - 1, cu_seqlens, C, where)
+        with T.Kernel(slots * HV, threads=K) as block:
+            if not t.is_cpu:
+                T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            assume_multiples(q_strides, 8)
+            assume_multiples(k_strides, 8)
+            assume_multiples(g_strides, 4)
+            where = T.alloc_local((6,), "int32")
+            where[5] = T.truncdiv(block, HV)
+            where[4] = block - where[5] * HV
+            locate_chunk(where[5], uniform, seq_len, num_offsets - 1, cu_seqlens, C, where)
             where[3] = T.truncdiv(where[4], T.truncdiv(HV, H))
-            batch, start, rows, head, value_head = where[0], where[1], where[2], where[3], where[4]
+            batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
-                decay = t.shared((C, K), "float32")
+                decay = t.column_pairs(C, K, "float32")
+                q_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
+                k_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
+                q_rows = t.column_pairs(C, K, operand_dtype)
+                k_rows = t.column_pairs(C, K, operand_dtype)
+                middle_decay = t.shared((K,), "float32")
+                beta_tile = t.shared((C,), "float32")
                 left = t.shared((C, K), operand_dtype)
                 right = t.shared((C // 2, K), operand_dtype)
                 kk = t.shared((C, C), "float32")
                 qk = t.shared((C, C), "float32")
                 product = t.fragment((C, C // 2), "float32")
-                for c in t.parallel(K):
-                    for i in T.serial(C):
-                        decay[i, c] = T.if_then_else(i < rows, T.exp2(g[batch, start + i, value_head, c] * LOG2_E), 1.0)
+                for part, pair in t.each_column_pair(K):
+                    # Rows past the end read the last one instead and are cleared below: without a branch, a batch is in flight.
+                    for first in list(range(0, C // 2, LOAD_BATCH)):
+                        for r in T.unroll(LOAD_BATCH):
+                            i = start + T.min(part * (C // 2) + first + r, rows - 1)
+                            for j in t.pair():
+                                decay[t.at(part, pair, first + r, j)] = g[batch, i, value_head, pair * 2 + j]
+                            for j in t.pair():
+                                k_raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
+                            for j in t.pair():
+                                q_raw[t.at(part, pair, r, j)] = q[batch, i, head, pair * 2 + j]
+                        for r in T.unroll(LOAD_BATCH):
+                            row = first + r
+                            inside = part * (C // 2) + row < rows
+                            for j in t.pair():
+                                decay[t.at(part, pair, row, j)] = T.exp2(
+                                    T.if_then_else(inside, decay[t.at(part, pair, row, j)] * LOG2_E, 0.0)
+                                )
+                            for j in t.pair():
+                                k_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, k_raw[t.at(part, pair, r, j)], 0.0)
+                            for j in t.pair():
+                                q_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, q_raw[t.at(part, pair, r, j)], 0.0)
+                    if part == 1:
+                        for j in t.pair():
+                            middle_decay[pair * 2 + j] = decay[t.at(part, pair, 0, j)]
+                for i in t.parallel(C):
+                    if i < rows:
+                        beta_tile[i] = beta[batch, start + i, value_head]
+                    else:
+                        beta_tile[i] = 0.0
                 for i, j in t.parallel(C, C):
                     kk[i, j] = 0.0
                     qk[i, j] = 0.0
-                decay_products(t, q, k, decay, batch, start, rows, head, left, right, product, qk, kk, C, K)
-                for i in t.parallel(C):
-                    total = T.alloc_var("float32", init=0.0)
-                    total = 0.0
-                    if i < rows:
-                        for c in T.serial(K):
-                            total = total + T.cast(q[batch, start + i, head, c], "float32") * T.cast(
-                                k[batch, start + i, head, c], "float32"
-                            )
-                    qk[i, i] = total
+                decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, C, K)
                 for i, j in t.parallel(C, C):
-                    P[block // HV, value_head, i, j] = qk[i, j]
+                    P[slot, value_head, i, j] = qk[i, j]
+                unit_lower_inverse(t, kk, beta_tile, qk, C)
                 for i, j in t.parallel(C, C):
-                    kk[i, j] = kk[i, j] * T.if_then_else(i < rows, beta[batch, start + i, value_head], 0.0)
-                unit_lower_inverse(t, kk, qk, C)
-                for i, j in t.parallel(C, C):
-                    A_inv[block // HV, value_head, i, j] = qk[i, j] * T.if_then_else(
-                        j < rows, beta[batch, start + j, value_head], 0.0
-                    )
+                    A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
 
     return chunk_wy

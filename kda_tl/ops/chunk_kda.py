@@ -265,10 +265,11 @@ def _launch(
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """As the kernels read it: any strides but the innermost, and a start that is a multiple of 16 bytes."""
+    """As the kernels read it: contiguous rows that start at multiples of 16 bytes, any other strides. Else one copy."""
     tensor = tensor.detach()
-    aligned = tensor.data_ptr() % 16 == 0 and all((stride * tensor.itemsize) % 16 == 0 for stride in tensor.stride()[:-1])
-    return tensor if tensor.stride(-1) == 1 and aligned else tensor.contiguous()
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
+    # clone, not contiguous(): that keeps an odd stride where the size is 1.
+    return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _offsets(problem: Problem, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

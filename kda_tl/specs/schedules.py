@@ -36,10 +36,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ChunkWySchedule(Schedule):
-    """threads: per block; a multiple of 128 (warpgroups)."""
+    """min_blocks: blocks per multiprocessor that the compiler keeps registers free for. A block has head_dim_k threads."""
 
     kernel: ClassVar[str] = "chunk_wy"
-    threads: int = 128
+    min_blocks: int = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class ChunkScanSchedule(Schedule):
         variant: "plain" runs on every arch; "warp_specialized" has a role per warpgroup and runs on sm_90.
         threads: per block of the plain variant; a multiple of 128 (warpgroups). The other one has 512.
         block_v: columns of the state that one block holds.
-        stages: warp_specialized: chunks of q, k and g in flight.
+        raw_stages: warp_specialized: chunks of q, k and g in flight.
+        tile_stages: warp_specialized: chunks of v, A_inv and P in flight.
         state_registers, value_registers, output_registers, gating_registers: warp_specialized: per thread of each role; a
             multiple of 8, 512 together at most.
     """
@@ -59,7 +60,8 @@ class ChunkScanSchedule(Schedule):
     variant: str = "plain"
     threads: int = 128
     block_v: int = 64
-    stages: int = 1
+    raw_stages: int = 1
+    tile_stages: int = 2
     state_registers: int = 168
     value_registers: int = 128
     output_registers: int = 112

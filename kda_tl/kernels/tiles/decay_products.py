@@ -8,55 +8,122 @@ reference r,
 
 both factors are products of decays, running outward from r. So they never exceed 1, whatever the gate; a mask (g = -1000,
 d = 0) takes nothing from its neighbours, as it would in a cumulative sum; and no factor sees a row later than the one it
-scales.
-log2(C) levels cover every pair once, and one exponential per element serves them all.
+scales. log2(C) levels cover every pair once, and one exponential per element serves them all.
+
+A level uses half of the rows on either side: its k rows and q rows stand together in one left operand of C rows. The decays and
+the rows of q and k stay in registers (`TileTarget.column_pairs`), where running products need no other thread.
 """
 
 import tilelang.language as T
 
 
-def halves(chunk_size: int) -> list[int]:
+def half_blocks(chunk_size: int) -> list[int]:
     """The half-block sizes, largest first."""
-    return [chunk_size >> shift for shift in range(1, chunk_size.bit_length())]
+    return [chunk_size >> level for level in range(1, chunk_size.bit_length())]
 
 
 @T.macro
-def decay_products(t, q, k, decay, batch, start, rows, head, left, right, product, qk, kk, chunk_size, head_dim):
-    """Fills the strictly lower parts of qk (q with k) and kk (k with k); both [C, C], zero on entry.
-
-    q, k: the whole tensors; the chunk is rows `start ..` of [batch, :, head, :]. decay: shared [C, K], exp(g), 1 past `rows`.
-    left [C, K], right [C / 2, K], product [C, C / 2]: scratch (shared, shared, fragment).
-    A level uses half of the rows on each side, so its k rows and q rows stand together in one 64-row left operand.
-    """
-    for half in halves(chunk_size):
-        for c in t.parallel(head_dim):
-            for block in T.serial(chunk_size // 2 // half):
-                factor = T.alloc_var("float32", init=1.0)
-                reference = block * 2 * half + half
-                factor = 1.0
-                for s in T.serial(half):
-                    factor = factor * decay[reference - s, c]
-                    row = reference - 1 - s
-                    right[block * half + half - 1 - s, c] = T.if_then_else(
-                        row < rows, k[batch, start + row, head, c] * factor, 0.0
-                    )
-                factor = 1.0
-                for s in T.serial(half):
-                    row = reference + s
+def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h):
+    """The operands of the level with half-blocks of h rows, 1 <= h <= C / 2."""
+    for part, pair in t.each_column_pair(head_dim):
+        factor = T.alloc_local((2,), "float32")
+        narrow = T.alloc_local((2,), left.dtype)
+        if h == chunk_size // 2:
+            if part == 0:
+                for j in t.pair():
+                    factor[j] = middle_decay[pair * 2 + j]
+                for s in T.unroll(h):
+                    for j in t.pair():
+                        narrow[j] = factor[j]
+                    for j in t.pair():
+                        right[h - 1 - s, pair * 2 + j] = k_rows[t.at(part, pair, h - 1 - s, j)] * narrow[j]
+                    for j in t.pair():
+                        factor[j] = factor[j] * decay[t.at(part, pair, h - 1 - s, j)]
+            else:
+                for j in t.pair():
+                    factor[j] = 1.0
+                for s in T.unroll(h):
                     if s > 0:
-                        factor = factor * decay[row, c]
-                    left[block * half + s, c] = T.if_then_else(row < rows, k[batch, start + row, head, c] * factor, 0.0)
-                    left[chunk_size // 2 + block * half + s, c] = T.if_then_else(
-                        row < rows, q[batch, start + row, head, c] * factor, 0.0
-                    )
+                        for j in t.pair():
+                            factor[j] = factor[j] * decay[t.at(part, pair, s, j)]
+                    for j in t.pair():
+                        narrow[j] = factor[j]
+                    for j in t.pair():
+                        left[s, pair * 2 + j] = k_rows[t.at(part, pair, s, j)] * narrow[j]
+                    for j in t.pair():
+                        left[chunk_size // 2 + s, pair * 2 + j] = q_rows[t.at(part, pair, s, j)] * narrow[j]
+        else:
+            for block in T.unroll(chunk_size // 4 // h):
+                packed = part * (chunk_size // 4) + block * h
+                reference = block * 2 * h + h
+                for j in t.pair():
+                    factor[j] = 1.0
+                for s in T.unroll(h):
+                    for j in t.pair():
+                        factor[j] = factor[j] * decay[t.at(part, pair, reference - s, j)]
+                    for j in t.pair():
+                        narrow[j] = factor[j]
+                    for j in t.pair():
+                        right[packed + h - 1 - s, pair * 2 + j] = k_rows[t.at(part, pair, reference - 1 - s, j)] * narrow[j]
+                for j in t.pair():
+                    factor[j] = 1.0
+                for s in T.unroll(h):
+                    if s > 0:
+                        for j in t.pair():
+                            factor[j] = factor[j] * decay[t.at(part, pair, reference + s, j)]
+                        for j in t.pair():
+                            narrow[j] = factor[j]
+                        for j in t.pair():
+                            left[packed + s, pair * 2 + j] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                        for j in t.pair():
+                            left[chunk_size // 2 + packed + s, pair * 2 + j] = (
+                                q_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                            )
+                    else:
+                        for j in t.pair():
+                            left[packed, pair * 2 + j] = k_rows[t.at(part, pair, reference, j)]
+                        for j in t.pair():
+                            left[chunk_size // 2 + packed, pair * 2 + j] = q_rows[t.at(part, pair, reference, j)]
+
+
+@T.macro
+def store_level_products(t, product, qk, kk, chunk_size, h):
+    """Scatters a level's product [C, C / 2] (k rows over q rows) to the pairs it stands for."""
+    for i, j in t.parallel(chunk_size, chunk_size // 2):
+        i_half = i % (chunk_size // 2)
+        if i_half // h == j // h:
+            row = i_half // h * 2 * h + h + i_half % h
+            column = j // h * 2 * h + j % h
+            if i < chunk_size // 2:
+                kk[row, column] = product[i, j]
+            else:
+                qk[row, column] = product[i, j]
+
+
+@T.macro
+def decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, chunk_size, head_dim):
+    """Fills the strictly lower part of kk (k with k) and the lower part of qk (q with k); both [C, C], zero on entry.
+
+    q_rows, k_rows, decay: `column_pairs` of [C, K]; rows past the chunk's end hold 0, 0 and 1. middle_decay: shared [K], row
+    C / 2 of the decays. Scratch: left, right shared [C, K] and [C / 2, K]; product fragment [C, C / 2].
+    """
+    for h in half_blocks(chunk_size):
+        store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h)
+        T.clear(product)
+        T.gemm(left, right, product, transpose_B=True)
+        store_level_products(t, product, qk, kk, chunk_size, h)
+    for side in [0, 1]:
+        # The diagonal, whose decay is 1: all q rows with the k rows of one half at a time.
+        for part, pair in t.each_column_pair(head_dim):
+            for row in T.unroll(chunk_size // 2):
+                for j in t.pair():
+                    left[part * (chunk_size // 2) + row, pair * 2 + j] = q_rows[t.at(part, pair, row, j)]
+            if part == side:
+                for row in T.unroll(chunk_size // 2):
+                    for j in t.pair():
+                        right[row, pair * 2 + j] = k_rows[t.at(part, pair, row, j)]
         T.clear(product)
         T.gemm(left, right, product, transpose_B=True)
         for i, j in t.parallel(chunk_size, chunk_size // 2):
-            i_half = i % (chunk_size // 2)
-            if i_half // half == j // half:
-                row = i_half // half * 2 * half + half + i_half % half
-                column = j // half * 2 * half + j % half
-                if i < chunk_size // 2:
-                    kk[row, column] = product[i, j]
-                else:
-                    qk[row, column] = product[i, j]
+            if i == side * (chunk_size // 2) + j:
+                qk[i, i] = product[i, j]

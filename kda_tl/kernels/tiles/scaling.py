@@ -8,14 +8,14 @@ TARGET_EXPONENT = 0
 
 
 @T.macro
-def range_scale(peak):
+def range_scale(peak, highest_exponent=HIGHEST_EXPONENT):
     """The power of two s by which a tile with this float32 peak >= 0 is scaled; s and 1 / s are always finite and normal.
 
-    1 for peaks in [2^-10, 2^12): at either end float16 still resolves 2^-14 of the peak, and products may grow 16-fold. So at
-    ordinary magnitudes nothing depends on the peak, which rows of the chunk after the one computed can set. Otherwise the peak
-    goes to [1, 2).
+    1 for peaks in [2^-10, 2^(highest_exponent + 1)): at the lower end float16 still resolves 2^-14 of the peak, and with the
+    default products may grow 16-fold at the upper one. So at ordinary magnitudes nothing depends on the peak, which later rows
+    of the chunk can set. Otherwise the peak goes to [1, 2).
     """
     exponent = ((T.reinterpret(peak, "int32") >> 23) & 255) - FLOAT_BIAS
     biased = T.max(2, T.min(252, FLOAT_BIAS + TARGET_EXPONENT - exponent))
-    ordinary = (exponent >= LOWEST_EXPONENT) & (exponent <= HIGHEST_EXPONENT)
+    ordinary = (exponent >= LOWEST_EXPONENT) & (exponent <= highest_exponent)
     return T.if_then_else(ordinary, T.float32(1.0), T.reinterpret(biased << 23, "float32"))

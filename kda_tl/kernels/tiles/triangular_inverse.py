@@ -9,39 +9,66 @@ and one form that every target lowers, with no rounding of its operands, is wort
 
 import tilelang.language as T
 
+BASE = 16
+
 
 @T.macro
-def unit_lower_inverse(t, lower, inverse, size, base=16):
-    """inverse = (I + lower)^-1. lower [size, size] shared float32, read below its diagonal only; inverse may not alias it."""
+def unit_lower_inverse(t, lower, row_scale, inverse, size):
+    """inverse = (I + Diag(row_scale) lower)^-1.
+
+    lower: [size, size] shared float32, read below its diagonal only. row_scale: [size] shared float32. inverse: [size, size]
+    shared float32, may not alias lower.
+    """
     for i, j in t.parallel(size, size):
         inverse[i, j] = 0.0
-    for column in t.parallel(size):
-        first = column // base * base
-        inverse[column, column] = 1.0
-        for i in T.serial(base):
-            row = first + i
-            if row > column:
+    # A warp for every block, a lane for every column of it: a row of `lower` is then one address for the warp.
+    for block, column in t.parallel(size // BASE, 32):
+        if column < BASE:
+            x = T.alloc_local((BASE,), "float32")
+            for i in list(range(BASE)):
                 total = T.alloc_var("float32", init=0.0)
                 total = 0.0
-                for m in T.serial(base):
-                    if first + m >= column and m < i:
-                        total = total + lower[row, first + m] * inverse[first + m, column]
-                inverse[row, column] = -total
-    for half in [base << shift for shift in range((size // base).bit_length() - 1)]:
-        for pair, i, j in t.parallel(size // (2 * half), half, half):
-            # L21 X11, kept in the block above the diagonal, which is still unused there.
-            low = pair * 2 * half
-            total = T.alloc_var("float32", init=0.0)
-            total = 0.0
-            for m in T.serial(half):
-                total = total + lower[low + half + i, low + m] * inverse[low + m, low + j]
-            inverse[low + i, low + half + j] = total
-        for pair, i, j in t.parallel(size // (2 * half), half, half):
-            low = pair * 2 * half
-            total = T.alloc_var("float32", init=0.0)
-            total = 0.0
-            for m in T.serial(half):
-                total = total + inverse[low + half + i, low + half + m] * inverse[low + m, low + half + j]
-            inverse[low + half + i, low + j] = -total
-        for pair, i, j in t.parallel(size // (2 * half), half, half):
-            inverse[pair * 2 * half + i, pair * 2 * half + half + j] = 0.0
+                for m in list(range(i)):
+                    total = total + lower[block * BASE + i, block * BASE + m] * x[m]
+                x[i] = T.if_then_else(column == i, 1.0, 0.0) - row_scale[block * BASE + i] * total
+            for i in list(range(BASE)):
+                inverse[block * BASE + i, block * BASE + column] = x[i]
+    for half in [BASE << level for level in range((size // BASE).bit_length() - 1)]:
+        merge(t, lower, row_scale, inverse, size, half)
+
+
+@T.macro
+def merge(t, lower, row_scale, inverse, size, half):
+    """From inverses of the diagonal blocks of `half` rows to those of twice as many. A thread takes half / 4 columns."""
+    strip = half // 4
+    for pair, i, j in t.parallel(size // (2 * half), half, 4):
+        # L21 X11, kept in the block above the diagonal, which is unused until it is cleared below.
+        total = T.alloc_local((strip,), "float32")
+        for s in T.serial(strip):
+            total[s] = 0.0
+        for m in T.unroll(half):
+            for s in T.vectorized(strip):
+                total[s] = (
+                    total[s]
+                    + lower[pair * 2 * half + half + i, pair * 2 * half + m]
+                    * inverse[pair * 2 * half + m, pair * 2 * half + j * strip + s]
+                )
+        for s in T.vectorized(strip):
+            inverse[pair * 2 * half + i, pair * 2 * half + half + j * strip + s] = (
+                row_scale[pair * 2 * half + half + i] * total[s]
+            )
+    for pair, i, j in t.parallel(size // (2 * half), half, 4):
+        total = T.alloc_local((strip,), "float32")
+        for s in T.serial(strip):
+            total[s] = 0.0
+        for m in T.unroll(half):
+            for s in T.vectorized(strip):
+                total[s] = (
+                    total[s]
+                    + inverse[pair * 2 * half + half + i, pair * 2 * half + half + m]
+                    * inverse[pair * 2 * half + m, pair * 2 * half + half + j * strip + s]
+                )
+        for s in T.vectorized(strip):
+            inverse[pair * 2 * half + half + i, pair * 2 * half + j * strip + s] = -total[s]
+    for pair, i, j in t.parallel(size // (2 * half), half, half):
+        inverse[pair * 2 * half + i, pair * 2 * half + half + j] = 0.0
