@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +45,7 @@ def build(
     registry: Registry,
     jobs: int | None = None,
     progress: Callable[[BuildResult], None] | None = None,
+    schedules: Mapping[KernelSpec, Schedule] | None = None,
 ) -> list[BuildResult]:
     """Compiles what the registry lacks and publishes the whole list in its manifest.
 
@@ -52,12 +53,14 @@ def build(
         arch: a name of `kda_tl.specs.archs`.
         jobs: worker processes, default one per core. One job compiles in this process.
         progress: called once per finished spec.
+        schedules: for these specs, in place of what schedules/ARCH.json says.
 
     Raises:
         BuildError: a spec did not compile. What was finished before is stored and published all the same.
     """
     require_tilelang()
     row = arch_row(arch)
+    chosen = {spec: (schedules or {}).get(spec) or schedule_for(spec, arch) for spec in specs}
     workers = max(1, min(jobs or os.cpu_count() or 1, len(specs)))
     support = None if row.is_cpu else put_support(registry)
     results: list[BuildResult] = []
@@ -72,7 +75,7 @@ def build(
         if workers == 1:
             for spec in specs:
                 try:
-                    finished(_build_one(spec, arch, str(registry.root)))
+                    finished(_build_one(spec, chosen[spec], arch, str(registry.root)))
                 except BuildError as error:
                     failures.append(error)
         else:
@@ -80,7 +83,9 @@ def build(
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
             try:
-                for future in as_completed([pool.submit(_build_one, spec, arch, str(registry.root)) for spec in specs]):
+                for future in as_completed(
+                    [pool.submit(_build_one, spec, chosen[spec], arch, str(registry.root)) for spec in specs]
+                ):
                     if (failure := future.exception()) is not None:
                         failures.append(failure)
                     else:
@@ -99,12 +104,11 @@ def build(
     return sorted(results, key=lambda result: result.spec.key)
 
 
-def _build_one(spec: KernelSpec, arch: str, root: str) -> BuildResult:
+def _build_one(spec: KernelSpec, schedule: Schedule, arch: str, root: str) -> BuildResult:
     """One spec, in whichever process: trace, hash, and compile unless the registry has that hash."""
     start = time.perf_counter()
     row = arch_row(arch)
     registry = Registry(root)
-    schedule = schedule_for(spec, arch)
     program = _program(spec, schedule, arch)
     identity = _identity(program, spec, schedule, row)
     path = registry.root / "artifacts" / identity

@@ -262,8 +262,9 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                         T.barrier_arrive(gated_full)
                         if tx < 416 and i + 1 < num_chunks:
                             T.barrier_wait(tile_free[(i + 1) % tile_stages], ((i + 1) // tile_stages + 1) % 2)
+                            following = sequence_start + (i + 1) * C
                             load_tiles(v, A_inv, P, v_tile, A_inv_tile, P_tile, tile_full, (i + 1) % tile_stages, batch,
-                                       sequence_start + (i + 1) * C, value_head, first_v, block_v, first_slot + i + 1, C)  # fmt: skip
+                                       following, value_head, first_v, block_v, first_slot + i + 1, C)  # fmt: skip
             else:
                 for chunk in T.serial(num_chunks):
                     for r, j in T.Parallel(C, block_v):

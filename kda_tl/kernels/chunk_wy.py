@@ -65,6 +65,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 decay = t.column_pairs(C, K, "float32")
                 q_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
                 k_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
+                wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 q_rows = t.column_pairs(C, K, operand_dtype)
                 k_rows = t.column_pairs(C, K, operand_dtype)
                 middle_decay = t.shared((K,), "float32")
@@ -93,9 +94,13 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                                     T.if_then_else(inside, decay[t.at(part, pair, row, j)] * LOG2_E, 0.0)
                                 )
                             for j in t.pair():
-                                k_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, k_raw[t.at(part, pair, r, j)], 0.0)
+                                wide[j] = k_raw[t.at(part, pair, r, j)]
                             for j in t.pair():
-                                q_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, q_raw[t.at(part, pair, r, j)], 0.0)
+                                k_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, wide[j], 0.0)
+                            for j in t.pair():
+                                wide[j] = q_raw[t.at(part, pair, r, j)]
+                            for j in t.pair():
+                                q_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, wide[j], 0.0)
                     if part == 1:
                         for j in t.pair():
                             middle_decay[pair * 2 + j] = decay[t.at(part, pair, 0, j)]
