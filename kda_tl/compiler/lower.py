@@ -200,12 +200,16 @@ def _lower_cpu(program: Any) -> Compiled:
     return Compiled({"lib.so": library, "kernel.c": source.encode()}, meta)
 
 
-def _c_signature(source: str) -> tuple[str, list[str]]:
-    """The generated function and the order of its arguments, which is not the program's: buffers, sizes, strides, scalars."""
+def _c_signature(source: str) -> tuple[str, list[dict[str, str]]]:
+    """The generated function and its arguments, in an order that is not the program's: buffers, sizes, strides, scalars."""
     match = re.search(r"^int32_t (\w+)\(([^)]*)\);", source, re.MULTILINE)
     if match is None:
         raise BuildError("TileLang's C target gave no function that could be called")
-    return match[1], [argument.split()[-1].lstrip("*") for argument in match[2].split(",")]
+    arguments = []
+    for argument in match[2].split(","):
+        kind, name = argument.strip().rsplit(maxsplit=1)
+        arguments.append({"name": name, "type": kind})
+    return match[1], arguments
 
 
 def _compile_c(source: str, compiler: str) -> bytes:

@@ -20,7 +20,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from kda_tl.kernels.tiles.scaling import range_scale
-from kda_tl.kernels.tiles.target import LOG2_E
+from kda_tl.kernels.tiles.target import LOG2_E, row_strides
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
 
@@ -34,10 +34,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     block_v, raw_stages, tile_stages = schedule.block_v, schedule.raw_stages, schedule.tile_stages
     tiles_v = V // block_v
     B, seq_len, H, HV, N, slots, num_offsets = T.dynamic("B, seq_len, H, HV, N, slots, num_offsets")
-    q_strides = T.dynamic("q_b, q_t, q_h")
-    k_strides = T.dynamic("k_b, k_t, k_h")
-    v_strides = T.dynamic("v_b, v_t, v_h")
-    g_strides = T.dynamic("g_b, g_t, g_h")
+    q_strides, k_strides = row_strides("q"), row_strides("k")
+    v_strides, g_strides, o_strides = row_strides("v"), row_strides("g"), row_strides("o")
     initial_strides = T.dynamic("i_n, i_h, i_k, i_v")
     final_strides = T.dynamic("f_n, f_h, f_k, f_v")
 
@@ -50,7 +48,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
         cu_seqlens: T.Tensor((num_offsets,), "int32"),
         A_inv: T.Tensor((slots, HV, C, C), operand_dtype),
         P: T.Tensor((slots, HV, C, C), operand_dtype),
-        o: T.Tensor((B, seq_len, HV, V), dtype),
+        o: T.StridedTensor((B, seq_len, HV, V), (*o_strides, 1), dtype),
         initial_state: T.StridedTensor((N, HV, K, V), initial_strides, "float32"),
         final_state: T.StridedTensor((N, HV, K, V), final_strides, "float32"),
         scale: T.float32,

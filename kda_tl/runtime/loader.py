@@ -101,7 +101,7 @@ def _open_global(path: Path) -> None:
     ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
 
 
-_C_TYPES: Mapping[str, Any] = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+_C_TYPES: Mapping[str, Any] = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class _CFunction:
@@ -111,11 +111,10 @@ class _CFunction:
         self._function = getattr(ctypes.CDLL(str(library)), meta["entry"])
         self._function.restype = ctypes.c_int32
         self._parameters = meta["parameters"]
-        self._order = meta["c_arguments"]
-        scalars = {p["name"]: _C_TYPES[p["dtype"]] for p in self._parameters if "shape" not in p}
-        buffers = {p["name"] for p in self._parameters if "shape" in p}
+        self._order = [argument["name"] for argument in meta["c_arguments"]]
         self._function.argtypes = [
-            ctypes.c_void_p if name in buffers else scalars.get(name, ctypes.c_int32) for name in self._order
+            ctypes.c_void_p if argument["type"].endswith("*") else _C_TYPES[argument["type"]]
+            for argument in meta["c_arguments"]
         ]
 
     def __call__(self, *arguments: Any) -> None:

@@ -61,6 +61,11 @@ class TileTarget:
         return T.serial(2) if self.is_cpu else T.vectorized(2)
 
 
+def row_strides(name: str) -> tuple[Any, Any, Any]:
+    """Run-time strides of [B, T, heads, ..]. A batch row may pass 2^31 elements; within one, 32 bits reach the next token."""
+    return T.dynamic(f"{name}_b", "int64"), T.dynamic(f"{name}_t"), T.dynamic(f"{name}_h")
+
+
 @T.macro
 def assume_multiples(strides, of):
     """Tells the compiler that the three run-time strides are multiples of `of`, for wide loads. The op makes it true."""
