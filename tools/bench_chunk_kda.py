@@ -110,7 +110,7 @@ def measure(root: Path, heads: list[int], tokens: int, out: Path | None) -> None
         paths = [registry.find(ARCH, spec.key) for spec in (WY, SCAN)]
         if None in paths:
             raise SystemExit(f"{registry.root} lacks a kernel: run `python tools/bench_chunk_kda.py prepare {root}` first")
-        wy, scan = (load(registry, path, ARCH) for path in paths if path is not None)
+        wy, scan = (load(registry, path, ARCH, spec.key) for path, spec in zip(paths, (WY, SCAN)) if path is not None)
         for count in heads:
             # chunk_wy reads q, k and g (float32: two units) and writes two halves; chunk_scan reads these and v, and writes o.
             unit = tokens * count * 128 * 2 / bandwidth * 1e3

@@ -28,6 +28,8 @@ from kda_tl.specs.schedules import Schedule, schedule_for
 
 __all__ = ["BuildResult", "build"]
 
+ARTIFACT_FORMAT = 1  # of meta.json; runtime.loader reads this one
+
 
 @dataclass(frozen=True)
 class BuildResult:
@@ -120,6 +122,7 @@ def _build_one(spec: KernelSpec, schedule: Schedule, arch: str, root: str) -> Bu
     compiled = lower_program(program, row, spec.key)
     meta = {
         **compiled.meta,
+        "format": ARTIFACT_FORMAT,
         "spec": spec.as_dict(),
         "spec_key": spec.key,
         "schedule": schedule.as_dict(),
@@ -141,5 +144,14 @@ def _versions(row: Arch) -> dict[str, str]:
 
 def _identity(program: Any, spec: KernelSpec, schedule: Schedule, row: Arch) -> str:
     """The hash of everything that shapes the artifact."""
-    shaping = [program_text(program), spec.key, schedule.as_dict(), row.name, row.compiler_arch, _versions(row), RECIPE]
+    shaping = [
+        program_text(program),
+        spec.key,
+        schedule.as_dict(),
+        row.name,
+        row.compiler_arch,
+        _versions(row),
+        RECIPE,
+        ARTIFACT_FORMAT,
+    ]
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:32]

@@ -17,7 +17,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.kernels.tiles.scaling import range_scale
-from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, row_strides
+from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, run_time_strides
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
 
@@ -41,10 +41,10 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     block_v, threads = schedule.block_v, schedule.threads
     tiles_v = V // block_v
     B, seq_len, H, HV, N, slots, num_offsets = T.dynamic("B, seq_len, H, HV, N, slots, num_offsets")
-    q_strides, k_strides = row_strides("q"), row_strides("k")
-    v_strides, g_strides, o_strides = row_strides("v"), row_strides("g"), row_strides("o")
-    initial_strides = T.dynamic("i_n, i_h, i_k, i_v")
-    final_strides = T.dynamic("f_n, f_h, f_k, f_v")
+    q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
+    v_strides, g_strides, o_strides = run_time_strides("v", "bth"), run_time_strides("g", "bth"), run_time_strides("o", "bth")
+    initial_strides = run_time_strides("i", "nhkv")
+    final_strides = run_time_strides("f", "nhkv")
 
     @T.prim_func
     def chunk_scan(

@@ -10,8 +10,8 @@ mbarriers connect the roles: a buffer has a `full` barrier and a `free` one. A T
 holds; rows past its end belong to the next sequence, so the roles that read them clear them.
 
 float16 operands are kept in range by a power of two s that the state role chooses per chunk, off the critical path: from the
-peak of v in the chunk, which the gating role sees a chunk ahead, and the peak of S before its last update. s is 1 while both
-stay within [2^-10, 2^9), so S and u may still grow 128-fold within the chunk.
+peaks of v in the chunk, which the gating role sees ahead, and in the chunk before, and the peak that S had before that one.
+They bound S up to a small factor; s is 1 while all stay within [2^-10, 2^9), and S and u may then still grow 128-fold.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from kda_tl.kernels.tiles.scaling import range_scale
-from kda_tl.kernels.tiles.target import LOG2_E, row_strides
+from kda_tl.kernels.tiles.target import LOG2_E, run_time_strides
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
 
@@ -34,10 +34,10 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     block_v, raw_stages, tile_stages = schedule.block_v, schedule.raw_stages, schedule.tile_stages
     tiles_v = V // block_v
     B, seq_len, H, HV, N, slots, num_offsets = T.dynamic("B, seq_len, H, HV, N, slots, num_offsets")
-    q_strides, k_strides = row_strides("q"), row_strides("k")
-    v_strides, g_strides, o_strides = row_strides("v"), row_strides("g"), row_strides("o")
-    initial_strides = T.dynamic("i_n, i_h, i_k, i_v")
-    final_strides = T.dynamic("f_n, f_h, f_k, f_v")
+    q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
+    v_strides, g_strides, o_strides = run_time_strides("v", "bth"), run_time_strides("g", "bth"), run_time_strides("o", "bth")
+    initial_strides = run_time_strides("i", "nhkv")
+    final_strides = run_time_strides("f", "nhkv")
 
     @T.prim_func
     def chunk_scan(
@@ -129,6 +129,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     current = T.alloc_var("float32", init=1.0)
                     chosen = T.alloc_var("float32", init=1.0)
                     peak = T.alloc_var("float32", init=0.0)
+                    new_peak = T.alloc_var("float32", init=0.0)
+                    last_peak = T.alloc_var("float32", init=0.0)
                     if has_initial_state != 0:
                         for c, j in T.Parallel(K, block_v):
                             state[c, j] = initial_state[sequence, value_head, c, first_v + j]
@@ -138,27 +140,27 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     T.sync_threads(4, 128)
                     for i in T.serial(num_chunks):
                         T.barrier_wait(gated_full, i % 2)
-                        peak = T.max(
-                            T.max(T.max(value_peaks[0], value_peaks[1]), T.max(value_peaks[2], value_peaks[3])),
-                            T.max(T.max(state_peaks[0], state_peaks[1]), T.max(state_peaks[2], state_peaks[3])) / current,
-                        )
+                        new_peak = max4(value_peaks)
                         T.barrier_arrive(gated_free)
+                        # S now is at most a few times what it was a chunk ago, or what v was then.
+                        peak = T.max(T.max(new_peak, last_peak), max4(state_peaks) / current)
+                        last_peak = new_peak
                         chosen = range_scale(peak, HIGHEST_PEAK)
                         if chosen != current:
                             for c, j in T.Parallel(K, block_v):
-                                state[c, j] = state[c, j] * (chosen / current)
+                                state[c, j] = state[c, j] / current * chosen
                             current = chosen
                         T.barrier_wait(state_free, (i + 1) % 2)
                         scales[i % 2] = current
                         T.copy(state, state_operand)
                         T.fence_proxy_async()
                         T.barrier_arrive(state_full)
+                        # Everyone has read the last peaks.
+                        T.sync_threads(4, 128)
+                        store_state_peak(state, state_peaks, tx, K, block_v)
                         T.barrier_wait(to_end_full, i % 2)
                         for c, j in T.Parallel(K, block_v):
                             state[c, j] = state[c, j] * chunk_decay[c]
-                        # Everyone has read the peaks of the last chunk.
-                        T.sync_threads(4, 128)
-                        store_state_peak(state, state_peaks, tx, K, block_v)
                         T.barrier_wait(u_full, i % 2)
                         T.gemm(k_to_end, u_operand, state, transpose_A=True)
                         T.barrier_arrive(u_free)
@@ -286,6 +288,11 @@ def load_tiles(v, A_inv, P, v_tile, A_inv_tile, P_tile, full, stage, batch, star
     T.tma_copy(A_inv[slot, value_head, 0:C, 0:C], A_inv_tile[stage, :, :], barrier=full[stage])
     T.tma_copy(P[slot, value_head, 0:C, 0:C], P_tile[stage, :, :], barrier=full[stage])
     T.barrier_arrive(full[stage])
+
+
+@T.macro
+def max4(values):
+    return T.max(T.max(values[0], values[1]), T.max(values[2], values[3]))
 
 
 @T.macro

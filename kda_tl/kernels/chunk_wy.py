@@ -15,7 +15,7 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
 from kda_tl.kernels.tiles.decay_products import decay_products
-from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, row_strides
+from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, run_time_strides
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
@@ -33,8 +33,8 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     t = TileTarget(arch)
     C, K, dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.operand_dtype
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
-    q_strides, k_strides = row_strides("q"), row_strides("k")
-    g_strides, beta_strides = row_strides("g"), row_strides("beta")
+    q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
+    g_strides, beta_strides = run_time_strides("g", "bth"), run_time_strides("beta", "bth")
 
     @T.prim_func
     def chunk_wy(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["check_cu_seqlens", "check_dtype", "check_shape", "check_tensors", "host_offsets"]
 
@@ -16,6 +17,8 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, FakeTensor):
+            raise NotImplementedError(f"{name} is a fake tensor: the kernels are not registered with torch.library yet")
         devices.setdefault(tensor.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -36,7 +39,7 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, shape: Sequence[in
 
 def host_offsets(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> list[int] | None:
     """The offsets as Python numbers where that needs no sync with a device, else None."""
-    known = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens
+    known = cu_seqlens if cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is None else cu_seqlens_cpu
     return [int(value) for value in known.tolist()] if known.device.type == "cpu" else None
 
 
@@ -60,6 +63,12 @@ def check_cu_seqlens(
         raise ValueError(f"cu_seqlens_cpu must be on the cpu, got {cu_seqlens_cpu.device}")
     if batch != 1:
         raise ValueError(f"q must have batch size 1 where cu_seqlens is given (pack the sequences along T), got {batch}")
+    if (
+        cu_seqlens_cpu is not None
+        and cu_seqlens.device.type == "cpu"
+        and not torch.equal(cu_seqlens.long(), cu_seqlens_cpu.long())
+    ):
+        raise ValueError("cu_seqlens_cpu must hold the values of cu_seqlens")
     offsets_known = host_offsets(cu_seqlens, cu_seqlens_cpu)
     if offsets_known is None:
         return

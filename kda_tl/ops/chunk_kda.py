@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kda_tl.ops.checks import check_cu_seqlens, check_dtype, check_shape, check_tensors
 from kda_tl.ops.plan import Launch, Plan
@@ -135,8 +136,11 @@ def chunk_kda(
     if chunk_size != CHUNK_SIZE:
         raise ValueError(f"chunk_size must be {CHUNK_SIZE}, got {chunk_size}")
     problem = _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
-    _refuse_gradients(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
+    gate_parameters = {"A_log": A_log, "dt_bias": dt_bias} if use_gate_in_kernel else {}
+    _refuse_gradients(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, **gate_parameters)
 
+    if lower_bound is not None and not isinstance(lower_bound, (int, float)):
+        raise TypeError(f"lower_bound must be a number < 0, got {type(lower_bound).__name__}")
     if use_gate_in_kernel:
         _check_gate(q.device, A_log, dt_bias)
         g = kda_gate(g.float(), A_log, dt_bias, lower_bound)
@@ -221,17 +225,23 @@ def _check(
 def _check_gate(device: torch.device, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
     """kda_gate checks the rest: shapes, and that A_log or lower_bound is given."""
     for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if tensor is not None and tensor.device != device:
+        if tensor is None:
+            continue
+        check_tensors(**{name: tensor})
+        if tensor.device != device:
             raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise NotImplementedError(
-                    f"{name} requires a gradient and chunk_kda has no backward: call it under torch.no_grad(), or detach {name}"
-                )
+    """Neither mode of differentiation may lose an input in silence."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
+        if tangent is not None or (torch.is_grad_enabled() and tensor.requires_grad):
+            raise NotImplementedError(
+                f"{name} requires a gradient and chunk_kda has no backward: call it under torch.no_grad(), or detach {name}"
+            )
 
 
 def _as_k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
@@ -250,23 +260,24 @@ def _launch(
         return
     dtype = problem.kernel_dtype
     q, k, v = (_readable(tensor.to(dtype)) for tensor in (q, k, v))
-    g, beta = _readable(g.to(torch.float32)), beta.detach().to(torch.float32)
+    g, beta = _readable(g.to(torch.float32)), beta.detach().resolve_neg().to(torch.float32)
     offsets = _offsets(problem, cu_seqlens, q.device)
     workspace = (2, problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE)
     A_inv, P = torch.empty(workspace, dtype=problem.operand_dtype, device=q.device)
     absent = torch.empty((), dtype=torch.float32, device=q.device).expand(problem.N, problem.HV, problem.K, problem.V)
+    state_in = absent if initial_state is None else initial_state.detach().resolve_neg()
+    state_out = absent if final_state is None else final_state
     uniform = 0 if problem.packed else 1
     dispatcher.kernel(problem.wy_spec, problem.arch, q.device)(q, k, g, beta, offsets, A_inv, P, uniform)
     dispatcher.kernel(problem.scan_spec, problem.arch, q.device)(
-        q, k, v, g, offsets, A_inv, P, o,
-        absent if initial_state is None else initial_state.detach(), absent if final_state is None else final_state,
+        q, k, v, g, offsets, A_inv, P, o, state_in, state_out,
         scale, uniform, int(initial_state is not None), int(final_state is not None),
     )  # fmt: skip
 
 
 def _readable(tensor: Tensor) -> Tensor:
     """As the kernels read it: contiguous rows that start at multiples of 16 bytes, any other strides. Else one copy."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     aligned = tensor.data_ptr() % 16 == 0 and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
     # clone, not contiguous(): that keeps an odd stride where the size is 1.
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)

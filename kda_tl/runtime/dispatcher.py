@@ -106,7 +106,7 @@ def kernel(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunc
             )
         if device.type == "cuda":
             _check_shared_memory(choice.registry, choice.path, spec, device)
-        return _kernels.setdefault(key, load(choice.registry, choice.path, arch_name))
+        return _kernels.setdefault(key, load(choice.registry, choice.path, arch_name, spec.key))
 
 
 def _check_shared_memory(registry: Registry, path: Path, spec: KernelSpec, device: torch.device) -> None:

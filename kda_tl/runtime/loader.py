@@ -17,25 +17,28 @@ from typing import Any
 
 import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
 
-from kda_tl.registry import Registry
+from kda_tl.registry import Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 
 __all__ = ["KernelFunction", "load"]
 
 KernelFunction = Callable[..., Any]
 
+ARTIFACT_FORMAT = 1  # of meta.json, as compiler.build writes it
+
 _lock = threading.Lock()
 _loaded: dict[str, KernelFunction] = {}
 _prepared = False
 
 
-def load(registry: Registry, path: Path, arch: str) -> KernelFunction:
+def load(registry: Registry, path: Path, arch: str, spec_key: str) -> KernelFunction:
     """The callable of the artifact in `path`: positional arguments in program order, tensors and Python numbers.
 
     Verified by hash before its first use in a process, then kept.
 
     Raises:
         DamagedArtifact: the files are not what was built; they have been moved to quarantine.
+        RegistryError: it is the artifact of another spec or arch, or of another format.
         EnvironmentConflict: the package apache-tvm is installed beside a CUDA artifact.
     """
     key = str(path)
@@ -43,6 +46,12 @@ def load(registry: Registry, path: Path, arch: str) -> KernelFunction:
         if key not in _loaded:
             registry.verify(path)
             meta = registry.load_meta(path)
+            found = (meta.get("format"), meta.get("spec_key"), meta.get("arch"))
+            if found != (ARTIFACT_FORMAT, spec_key, arch):
+                raise RegistryError(
+                    f"{path} is not format {ARTIFACT_FORMAT} of {spec_key} for {arch}, but {found}: another version of kda-tl "
+                    f"built it, or the manifest is wrong. Run `kda-tl build --arch {arch}`"
+                )
             library = path / "lib.so"
             if meta["abi"] == "c":
                 _loaded[key] = _CFunction(library, meta)
@@ -70,7 +79,7 @@ def _prepare(registry: Registry, arch: str) -> None:
     _refuse_apache_tvm()
     folder = registry.support_dir(arch)
     if folder is None:
-        raise FileNotFoundError(f"{registry.root} names no support libraries for {arch}: run `kda-tl build --arch {arch}`")
+        raise RegistryError(f"{registry.root} names no support libraries for {arch}: run `kda-tl build --arch {arch}`")
     registry.verify(folder)
     names = registry.load_meta(folder)
     if tvm_ffi.get_global_func("ffi.Module.load_from_bytes.cuda", allow_missing=True) is None:

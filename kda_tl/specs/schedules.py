@@ -30,6 +30,12 @@ class Schedule:
 
     kernel: ClassVar[str] = ""
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "variant" and (type(value) is not int or value < 1):
+                raise ValueError(f"{f.name} must be a positive integer, got {value!r}")
+
     def as_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
@@ -67,6 +73,18 @@ class ChunkScanSchedule(Schedule):
     output_registers: int = 112
     gating_registers: int = 104
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant not in ("plain", "warp_specialized"):
+            raise ValueError(f"variant must be plain or warp_specialized, got {self.variant!r}")
+        if self.block_v not in (16, 32, 64, 128):
+            raise ValueError(f"block_v must be 16, 32, 64 or 128, a divisor of V, got {self.block_v}")
+        if self.threads % 128:
+            raise ValueError(f"threads must be a multiple of 128, got {self.threads}")
+        registers = (self.state_registers, self.value_registers, self.output_registers, self.gating_registers)
+        if sum(registers) > 512 or any(count % 8 or not 24 <= count <= 240 for count in registers):
+            raise ValueError(f"registers must be multiples of 8 from 24 to 240, 512 together at most, got {registers}")
+
 
 SCHEDULES: dict[str, type[Schedule]] = {s.kernel: s for s in (ChunkWySchedule, ChunkScanSchedule)}
 
@@ -85,7 +103,13 @@ def schedule_for(spec: KernelSpec, arch: str) -> Schedule:
     if unknown:
         known = ", ".join(f.name for f in fields(kind))
         raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: unknown field {sorted(unknown)[0]!r}; allowed: {known}")
-    return kind(**entry["schedule"])
+    try:
+        schedule = kind(**entry["schedule"])
+    except ValueError as error:
+        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: {error}") from None
+    if isinstance(schedule, ChunkScanSchedule) and schedule.variant == "warp_specialized" and arch != "sm_90":
+        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: variant warp_specialized runs on sm_90 alone")
+    return schedule
 
 
 def schedules_folder() -> Path:
@@ -102,8 +126,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = content["schedules"]
-        if content["format"] != FORMAT or not all("schedule" in entry for entry in entries.values()):
-            raise KeyError("format")
+        if content["format"] != FORMAT or content["arch"] != path.stem:
+            raise KeyError("format or arch")
+        if not all(isinstance(entry["schedule"], dict) for entry in entries.values()):
+            raise KeyError("schedule")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScheduleFileError(f"{path}: not a schedules file of format {FORMAT} ({error}); restore it or delete it") from None
     return dict(entries)

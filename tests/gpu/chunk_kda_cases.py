@@ -30,6 +30,8 @@ class Case:
     initial_state: bool = True
     state_v_first: bool = False
     strided: bool = False
+    v_scale: float = 1.0
+    v_drop: tuple[int, float] | None = None  # from this token on, v is multiplied by this
 
 
 PACK = (0, 1, 63, 0, 64, 65, 1, 1, 300, 0)
@@ -47,6 +49,17 @@ CASES = [
     Case("one-head", T=129, H=1, HV=1),
     Case("odd-heads", T=129, H=3, HV=12),
     Case("many-heads", T=512, H=32, HV=32, gate="weak"),
+    *(
+        Case(f"v-times-{s:g}-{gate}", T=200, gate=gate, v_scale=s)
+        for s in (1e-12, 1e-5, 1e5, 1e12)
+        for gate in ("weak", "strong")
+    ),
+    *(
+        Case(f"v-drops-{to:g}-{gate}-{'S0' if S0 else 'no-S0'}", T=320, gate=gate, v_drop=(128, to), initial_state=S0)
+        for to in (0.0, 1e-5, 1e5)
+        for gate in ("weak", "strong", "minus_60", "masked")
+        for S0 in (False, True)
+    ),
     Case("strided", T=321, B=2, strided=True),
     Case("strided-pack", lengths=PACK, tail=9, strided=True),
 ]
@@ -79,6 +92,9 @@ def make_inputs(case: Case, device: str, seed: int, K: int = 128, V: int = 128) 
         if case.gate == "masked":
             g = torch.where(torch.rand((B, T, HV, 1), generator=generator, device=device) < 0.1, -1000.0, 1e-3 * g)
     unit = torch.nn.functional.normalize
+    values = case.v_scale * random(B, T, HV, V)
+    if case.v_drop is not None:
+        values[:, case.v_drop[0] :] *= case.v_drop[1]
     offsets = [0]
     for length in case.lengths or ():
         offsets.append(offsets[-1] + length)
@@ -87,10 +103,10 @@ def make_inputs(case: Case, device: str, seed: int, K: int = 128, V: int = 128) 
     return {
         "q": placed(unit(random(B, T, H, K), dim=-1), torch.bfloat16),
         "k": placed(unit(random(B, T, H, K), dim=-1), torch.bfloat16),
-        "v": placed(random(B, T, HV, V), torch.bfloat16),
+        "v": placed(values, torch.bfloat16),
         "g": placed(g, torch.float32),
         "beta": placed(torch.rand((B, T, HV), generator=generator, device=device), torch.float32),
-        "initial_state": random(*shape) if case.initial_state else None,
+        "initial_state": case.v_scale * random(*shape) if case.initial_state else None,
         "cu_seqlens": torch.tensor(offsets, device=device) if case.lengths is not None else None,
         "state_v_first": case.state_v_first,
     }

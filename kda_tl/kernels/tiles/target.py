@@ -61,9 +61,9 @@ class TileTarget:
         return T.serial(2) if self.is_cpu else T.vectorized(2)
 
 
-def row_strides(name: str) -> tuple[Any, Any, Any]:
-    """Run-time strides of [B, T, heads, ..]. A batch row may pass 2^31 elements; within one, 32 bits reach the next token."""
-    return T.dynamic(f"{name}_b", "int64"), T.dynamic(f"{name}_t"), T.dynamic(f"{name}_h")
+def run_time_strides(name: str, axes: str) -> tuple[Any, ...]:
+    """A stride per letter of `axes`, 64 bits wide: an offset within one batch row or one pool of states may pass 2^31."""
+    return tuple(T.dynamic(f"{name}_{axis}", "int64") for axis in axes)
 
 
 @T.macro
