@@ -1,0 +1,248 @@
+"""The tile macros alone: run on the cpu target against numpy, compiled for every GPU arch."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kda_tl.specs.archs import ARCHS
+
+pytestmark = pytest.mark.tilelang
+
+NAMES = ["decay_products", "unit_lower_inverse", "locate_chunk", "range_scale"]
+CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu]
+
+
+@pytest.fixture(scope="module")
+def programs() -> ModuleType:
+    return importlib.import_module("tile_programs")
+
+
+@pytest.fixture(scope="module")
+def kernel(programs: ModuleType, compile_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """kernel(name, **sizes): the program around that macro, compiled for the cpu."""
+    return lambda name, **sizes: compile_cpu(
+        "-".join([name, *map(str, sizes.values())]), programs.PROGRAMS[name]("cpu", **sizes)
+    )
+
+
+@pytest.fixture(scope="module")
+def cuda_compiled(programs: ModuleType) -> dict[tuple[str, str], Any]:
+    """(arch, name) -> files and metadata of the compiled program, or the error."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {(arch, name): pool.submit(programs.compile_for, arch, name) for arch in CUDA_ARCHS for name in NAMES}
+        return {key: future.exception() or future.result() for key, future in futures.items()}
+
+
+@pytest.mark.cuda_compile
+@pytest.mark.parametrize("arch", CUDA_ARCHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_macros_compile_for_every_gpu_arch(cuda_compiled, name: str, arch: str) -> None:
+    compiled = cuda_compiled[arch, name]
+    if isinstance(compiled, BaseException):
+        raise compiled
+    files, meta = compiled
+    assert files["lib.so"].startswith(b"\x7fELF")
+    (usage,) = meta["resources"]
+    assert usage["registers"] > 0 and usage["spill_stores"] == usage["spill_loads"] == 0
+
+
+# -- decay_products ------------------------------------------------------------------------------------------------------
+
+GATES = {
+    "zero": lambda r: 0.0 * r,
+    "weak": lambda r: -1e-3 * r,
+    "strong": lambda r: -20.0 * r,
+    "minus 60": lambda r: np.full_like(r, -60.0),
+    "masked": lambda r: np.where(r[:, :1] < 0.2, -1000.0, -0.01 * r),
+    "minus infinity": lambda r: np.where(r < 0.1, -np.inf, -0.5 * r),
+}
+
+
+def decay_products_truth(a: np.ndarray, b: np.ndarray, g: np.ndarray, diagonal: bool) -> np.ndarray:
+    """The definition, one pair of rows at a time in float64: no factors, no cumulative sum."""
+    a, b, g = (x.astype(np.float64) for x in (a, b, g))
+    X = np.zeros((len(a), len(a)))
+    for i, j in np.ndindex(X.shape):
+        if j < i or (diagonal and j == i):
+            X[i, j] = np.sum(a[i] * b[j] * np.exp(g[j + 1 : i + 1].sum(0)))
+    return X
+
+
+def run_decay_products(kernel, q, k, g, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """qk and kk of tiles whose rows past `rows` are filled as chunk_wy fills them: zeros in q and k, anything in g."""
+    C, K = g.shape
+    q, k, g = q.copy(), k.copy(), g.copy()
+    q[rows:], k[rows:], g[rows:] = 0.0, 0.0, np.nan
+    out = [torch.full((C, C), torch.nan) for _ in range(2)]
+    kernel("decay_products", chunk_size=C, head_dim=K)(*map(torch.from_numpy, (q, k, g)), *out, rows)
+    return out[0].numpy(), out[1].numpy()
+
+
+def random_tiles(seed: int, gate: str, C: int = 64, K: int = 128) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    q, k = (random.standard_normal((C, K), np.float32) for _ in range(2))
+    return q, k, GATES[gate](random.random((C, K))).astype(np.float32)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rows", [1, 2, 17, 32, 33, 64])
+def test_decay_products(kernel, gate: str, rows: int) -> None:
+    q, k, g = random_tiles(rows, gate)
+    for found, a, diagonal in zip(run_decay_products(kernel, q, k, g, rows), (q, k), (True, False)):
+        truth = np.zeros((64, 64))
+        truth[:rows, :rows] = decay_products_truth(a[:rows], k[:rows], g[:rows], diagonal)
+        # Absolute, by the norms of the two rows: the sum over channels may cancel.
+        assert np.abs(found - truth).max() <= 3e-7 * 128
+        assert not found[truth == 0].any()
+        assert not (diagonal or (rows > 2 and gate != "minus 60")) or np.abs(truth).max() > 1e-3
+
+
+@pytest.mark.parametrize(("C", "K"), [(64, 64), (32, 128)])
+def test_decay_products_of_other_sizes(kernel, C: int, K: int) -> None:
+    q, k, g = random_tiles(0, "strong", C, K)
+    qk, kk = run_decay_products(kernel, q, k, g, C)
+    assert np.abs(qk - decay_products_truth(q, k, g, True)).max() <= 3e-7 * K
+    assert np.abs(kk - decay_products_truth(k, k, g, False)).max() <= 3e-7 * K
+
+
+def test_small_decays_after_a_mask_keep_their_accuracy(kernel) -> None:
+    """A float32 cumulative sum would round the decays after -1000 to multiples of 6e-5."""
+    k = np.full((64, 128), 128**-0.5, np.float32)
+    g = np.full((64, 128), -1e-3, np.float32)
+    g[20] = -1000.0
+    _, kk = run_decay_products(kernel, k, k, g, 64)
+    i, j = np.tril_indices(64, -1)
+    truth = np.where((j < 20) & (i >= 20), 0.0, np.exp(-1e-3 * (i - j)))
+    assert np.abs(kk[i, j] - truth).max() < 64 * 2.0**-24
+
+
+def test_decay_products_see_no_later_row(kernel) -> None:
+    q, k, g = random_tiles(3, "strong")
+    before = run_decay_products(kernel, q, k, g, 64)
+    for t in (1, 15, 16, 31, 32, 48, 63):
+        changed = [x.copy() for x in (q, k, g)]
+        changed[0][t:] += 1.0
+        changed[1][t:] *= -2.0
+        changed[2][t:] -= 3.0
+        after = run_decay_products(kernel, *changed, 64)
+        assert all(np.array_equal(x[:t], y[:t]) for x, y in zip(before, after))
+        assert not np.array_equal(before[0][t:], after[0][t:])
+
+
+# -- unit_lower_inverse --------------------------------------------------------------------------------------------------
+
+
+def forward_substitution(lower: np.ndarray) -> np.ndarray:
+    """(I + strictly lower part)^-1, row by row in float64."""
+    inverse = np.eye(len(lower))
+    for i in range(len(lower)):
+        inverse[i] -= lower[i, :i] @ inverse[:i]
+    return inverse
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.2])
+def test_unit_lower_inverse(kernel, size: int, spread: float) -> None:
+    random = np.random.default_rng(size)
+    lower = spread * random.standard_normal((size, size), np.float32)
+    lower[np.triu_indices(size)] = np.nan  # never read
+    row_scale = 2 * random.random(size, np.float32)
+    out = torch.full((size, size), torch.nan)
+    kernel("unit_lower_inverse", size=size)(torch.from_numpy(lower), torch.from_numpy(row_scale), out)
+    system = row_scale[:, None].astype(np.float64) * np.tril(np.nan_to_num(lower), -1)
+    truth = forward_substitution(system)
+    assert np.allclose((np.eye(size) + system) @ truth, np.eye(size), atol=1e-9 * np.abs(truth).max())
+    assert np.linalg.norm(out.numpy() - truth) < 1e-6 * np.linalg.norm(truth)
+    assert not np.triu(out.numpy(), 1).any() and (out.diagonal() == 1).all()
+
+
+# -- locate_chunk --------------------------------------------------------------------------------------------------------
+
+
+def run_locate_chunk(kernel, offsets: list[int], slots: int, seq_len: int, uniform: int) -> list[tuple[int, ...]]:
+    out = torch.full((slots, 3), -77, dtype=torch.int32)
+    kernel("locate_chunk")(torch.tensor(offsets, dtype=torch.int32), out, seq_len, uniform)
+    return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200, 256])
+@pytest.mark.parametrize("B", [1, 3])
+def test_locate_chunk_in_a_dense_batch(kernel, B: int, T: int) -> None:
+    truth = [(b, start, min(64, T - start)) for b in range(B) for start in range(0, T, 64)]
+    assert run_locate_chunk(kernel, [-5], len(truth), T, 1) == truth
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [64],
+        [1],
+        [0],
+        [0, 0, 0],
+        [130],
+        [63, 1],
+        [64, 64],
+        [1, 63],
+        [1] * 70,
+        [0, 1, 63, 0, 64, 65, 1, 1, 300, 0],
+        [0, 0, 200, 0, 0],
+        [127, 129, 128, 1, 255],
+        [5, 0, 0, 0, 0, 0, 0, 0, 0, 64],
+    ],
+)
+@pytest.mark.parametrize("tail", [0, 90])
+def test_locate_chunk_in_a_pack(kernel, lengths: list[int], tail: int) -> None:
+    offsets = np.cumsum([0, *lengths]).tolist()
+    T, N = offsets[-1] + tail, len(lengths)
+    slots = T // 64 + N  # what the op allocates
+    found = run_locate_chunk(kernel, offsets, slots, T, 0)
+    truth = {
+        offsets[n] // 64 + n + c: (0, offsets[n] + 64 * c, min(64, length - 64 * c))
+        for n, length in enumerate(lengths)
+        for c in range(-(-length // 64))
+    }
+    assert len(truth) == sum(-(-length // 64) for length in lengths) and all(slot < slots for slot in truth)
+    assert {slot: row for slot, row in enumerate(found) if row[2] > 0} == truth
+
+
+# -- range_scale ---------------------------------------------------------------------------------------------------------
+
+
+def test_range_scale(kernel) -> None:
+    powers = np.ldexp(np.float32(1), np.arange(-149, 128)).astype(np.float32)
+    random = np.random.default_rng(0)
+    mantissas = np.concatenate([[1.0, 2 - 2.0**-23], 1 + random.random(6)]).astype(np.float32)
+    peaks = np.unique(np.concatenate([[np.float32(0)], np.outer(powers[23:], mantissas).ravel(), powers[:23]]))
+    peaks = peaks[np.isfinite(peaks)].astype(np.float32)
+    assert peaks.max() == np.finfo(np.float32).max and peaks[1] == np.float32(2.0**-149)
+    out = torch.full((len(peaks),), torch.nan)
+    kernel("range_scale")(torch.from_numpy(peaks), out)
+    scale = out.numpy().astype(np.float64)
+
+    mantissa = np.frexp(scale)[0]
+    assert (mantissa == 0.5).all()  # powers of two
+    reciprocal = (np.float32(1) / scale.astype(np.float32)).astype(np.float64)
+    assert (reciprocal * scale == 1).all() and (scale >= 2.0**-126).all() and (reciprocal >= 2.0**-126).all()
+    scaled = peaks.astype(np.float64) * scale
+    zero = peaks < 2.0**-126  # subnormal numbers count as zero
+    ordinary = ((peaks >= 2.0**-10) & (peaks < 2.0**12)) | zero
+    assert (scale[ordinary] == 1).all()
+    # Outside these bounds a scale that reaches [1, 2), or its reciprocal, would leave float32.
+    tiny, huge = (peaks < 2.0**-125) & ~zero, peaks >= 2.0**126
+    assert ((scaled >= 1) & (scaled < 2))[~(ordinary | tiny | huge)].all()
+    assert (scale[tiny] == 2.0**125).all() and (scale[huge] == 2.0**-125).all()
+
+
+def test_range_scale_of_inf_and_nan_is_finite(kernel) -> None:
+    out = torch.full((2,), torch.nan)
+    kernel("range_scale")(torch.tensor([torch.inf, torch.nan]), out)
+    assert out.isfinite().all() and (out > 0).all()

@@ -1,0 +1,110 @@
+# ruff: noqa: E402
+"""Runs in a process of its own, with the mock driver on the library path: loads both kernels of ARCH from REGISTRY and calls
+them on host memory that claims to lie on cuda:0. Prints one JSON line of what was raised; the mock logs what was launched.
+
+    mock_driver_calls.py REGISTRY ARCH [hide-tilelang]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA build of torch would
+
+if sys.argv[3:] == ["hide-tilelang"]:
+    sys.modules["tilelang"] = sys.modules["tvm"] = None  # type: ignore[assignment]
+
+import torch
+import tvm_ffi
+
+from kda_tl.registry import Registry
+from kda_tl.runtime.loader import load
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+
+KDL_CUDA = 2
+OPERANDS = getattr(torch, ChunkWySpec().operand_dtype)
+
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.restype = ctypes.c_void_p
+capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+class OnDevice:
+    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return KDL_CUDA, 0
+
+    def __dlpack__(self, **_: object) -> object:
+        capsule = self.tensor.__dlpack__()
+        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        ctypes.c_int32.from_address(device).value = KDL_CUDA
+        return capsule
+
+
+def arguments(B: int, T: int, H: int, HV: int, lengths: list[int] | None) -> dict[str, dict[str, object]]:
+    """Of both kernels, by name, in call order."""
+    N = B if lengths is None else len(lengths)
+    slots = B * -(-T // 64) if lengths is None else T // 64 + N
+    offsets = [0] if lengths is None else [sum(lengths[:n]) for n in range(N + 1)]
+    uniform = int(lengths is None)
+    q = torch.zeros(B, T, H, 128, dtype=torch.bfloat16)
+    v = torch.zeros(B, T, HV, 128, dtype=torch.bfloat16)
+    g, beta = torch.zeros(B, T, HV, 128), torch.zeros(B, T, HV)
+    A_inv = torch.zeros(slots, HV, 64, 64, dtype=OPERANDS)
+    state = torch.zeros(N, HV, 128, 128)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    shared = {"A_inv": A_inv, "P": A_inv.clone()}
+    wy = {"q": q, "k": q.clone(), "g": g, "beta": beta, "cu_seqlens": cu_seqlens, **shared, "uniform": uniform}
+    scan = {
+        "q": q, "k": q.clone(), "v": v, "g": g, "cu_seqlens": cu_seqlens, **shared, "o": v.clone(),
+        "initial_state": state, "final_state": state.clone(),
+        "scale": 0.5, "uniform": uniform, "has_initial_state": 1, "store_final_state": 1,
+    }  # fmt: skip
+    return {"chunk_wy": wy, "chunk_scan": scan}
+
+
+def main() -> None:
+    registry, arch = Registry(sys.argv[1]), sys.argv[2]
+    kernels = {}
+    for spec in (ChunkWySpec(), ChunkScanSpec()):
+        path = registry.find(arch, spec.key)
+        assert path is not None
+        kernels[spec.kernel] = load(registry, path, arch, spec.key)
+
+    def call(kernel: str, by_name: dict[str, object]) -> str | None:
+        values = [tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in by_name.values()]
+        try:
+            kernels[kernel](*values)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    right, wrong = [], {}
+    for shape in ((1, 1000, 2, 4, None), (3, 64, 1, 1, None), (1, 200, 4, 4, [0, 1, 63, 0, 64, 65])):
+        for kernel, by_name in arguments(*shape).items():
+            right.append(call(kernel, by_name))
+    for kernel, by_name in arguments(1, 1000, 2, 4, None).items():
+        for name, value in by_name.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            other = torch.float64 if value.dtype == torch.float32 else torch.float32
+            wrong[f"{kernel} {name} dtype"] = call(kernel, {**by_name, name: value.to(other)})
+            wrong[f"{kernel} {name} dimensions"] = call(kernel, {**by_name, name: value[None]})
+            if value.shape[-1] in (64, 128):
+                wrong[f"{kernel} {name} size"] = call(kernel, {**by_name, name: value[..., :32].contiguous()})
+            if name in ("q", "k", "v", "g"):
+                apart = value.repeat_interleave(2, -1)[..., ::2]
+                wrong[f"{kernel} {name} stride"] = call(kernel, {**by_name, name: apart})
+                wrong[f"{kernel} {name} tokens"] = call(kernel, {**by_name, name: value[:, 1:]})
+    print(
+        json.dumps({"right": right, "wrong": wrong, "imported": sorted(name for name, module in sys.modules.items() if module)})
+    )
+
+
+main()

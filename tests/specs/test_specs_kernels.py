@@ -1,0 +1,115 @@
+"""Specs are keys: unique, stable, frozen; and the table of archs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from kda_tl.registry.manifest import check_name
+from kda_tl.specs.archs import ARCHS, arch, archs_for_capability
+from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.kernels import KERNEL_SPECS, ChunkScanSpec, ChunkWySpec, KernelSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+EVERY_SPEC: list[KernelSpec] = [
+    *(ChunkWySpec(head_dim_k=K, dtype=dtype) for K, dtype in itertools.product((64, 128), DTYPES)),
+    *(ChunkScanSpec(K, V, dtype=dtype) for K, V, dtype in itertools.product((64, 128), (64, 128), DTYPES)),
+]
+
+
+def test_keys_are_unique() -> None:
+    assert len({spec.key for spec in EVERY_SPEC}) == len(EVERY_SPEC) == len(set(EVERY_SPEC))
+
+
+def test_keys_are_stable() -> None:
+    """Manifests and schedules files on disk name specs by these."""
+    assert ChunkWySpec().key == "chunk_wy[head_dim_k=128,chunk_size=64,dtype=bfloat16,decay=per_key]"
+    assert (
+        ChunkScanSpec(64, 128, dtype="float32").key
+        == "chunk_scan[head_dim_k=64,head_dim_v=128,chunk_size=64,dtype=float32,decay=per_key]"
+    )
+    assert ChunkWySpec().key == ChunkWySpec(128, 64, "bfloat16", "per_key").key
+
+
+@pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.key)
+def test_a_spec_survives_as_a_dict(spec: KernelSpec) -> None:
+    fields = spec.as_dict()
+    again = KERNEL_SPECS[str(fields.pop("kernel"))](**fields)
+    assert again == spec and hash(again) == hash(spec) and again.key == spec.key
+
+
+def test_specs_are_frozen() -> None:
+    for spec in (ChunkWySpec(), ChunkScanSpec()):
+        for field in dataclasses.fields(spec):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(spec, field.name, getattr(spec, field.name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *((kind, "dtype", value) for kind in (ChunkWySpec, ChunkScanSpec) for value in ("bf16", "float64", None, "")),
+        *((kind, "decay", value) for kind in (ChunkWySpec, ChunkScanSpec) for value in ("none", None)),
+        *((kind, "chunk_size", value) for kind in (ChunkWySpec, ChunkScanSpec) for value in (0, 32, 128, "64")),
+        *((kind, "head_dim_k", value) for kind in (ChunkWySpec, ChunkScanSpec) for value in (0, 96, 256, "128", None)),
+        *((ChunkScanSpec, "head_dim_v", value) for value in (0, 96, 256, "128")),
+    ],
+)
+def test_bad_values_are_refused_by_name(kind: type[KernelSpec], field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must be one of .*, got {re.escape(repr(value))}$"):
+        kind(**{field: value})
+
+
+@pytest.mark.parametrize(("dtype", "operands"), [("bfloat16", "float16"), ("float16", "float16"), ("float32", "float32")])
+def test_operands_of_products(dtype: str, operands: str) -> None:
+    assert ChunkWySpec(dtype=dtype).operand_dtype == ChunkScanSpec(dtype=dtype).operand_dtype == operands
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_default_set_of_an_arch(name: str) -> None:
+    specs = default_specs(name)
+    assert {spec.kernel for spec in specs} == {"chunk_wy", "chunk_scan"}
+    assert len({spec.key for spec in specs}) == len(specs) <= 120
+    # The C target has no bfloat16.
+    assert all(getattr(spec, "dtype", None) == ("float32" if name == "cpu" else "bfloat16") for spec in specs)
+
+
+def test_archs() -> None:
+    assert list(ARCHS) == ["sm_80", "sm_89", "sm_90", "cpu"]
+    for name, row in ARCHS.items():
+        assert arch(name) is row and row.name == check_name("arch", name)
+        assert row.is_cpu == (name == "cpu")
+        assert (row.min_driver is None) == row.is_cpu
+    for name in ("sm_86", "sm_90a", "SM_90", ""):
+        with pytest.raises(ValueError, match=r"^arch must be one of sm_80, sm_89, sm_90, cpu, got "):
+            arch(name)
+    with pytest.raises(ValueError, match="arch must be one of"):
+        default_specs("sm_70")
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_memory", "archs"),
+    [
+        ((7, 5), 64 * KIB, []),
+        ((8, 0), 163 * KIB, ["sm_80"]),
+        ((8, 0), None, ["sm_80"]),
+        ((8, 6), 99 * KIB, ["sm_80"]),  # it runs no sm_89 code
+        ((8, 7), 163 * KIB, ["sm_80"]),
+        ((8, 9), 99 * KIB, ["sm_89", "sm_80"]),
+        ((8, 9), None, ["sm_89", "sm_80"]),
+        ((9, 0), 227 * KIB, ["sm_90", "sm_89", "sm_80"]),
+        ((9, 0), 100 * KIB, ["sm_89", "sm_90", "sm_80"]),  # what surely fits comes first
+        ((10, 0), 227 * KIB, ["sm_89", "sm_80"]),  # never sm_90: its code has no PTX for newer GPUs
+        ((10, 3), 227 * KIB, ["sm_89", "sm_80"]),
+        ((12, 0), 99 * KIB, ["sm_89", "sm_80"]),
+        ((12, 1), None, ["sm_89", "sm_80"]),
+    ],
+)
+def test_archs_for_a_device(capability: tuple[int, int], shared_memory: int | None, archs: list[str]) -> None:
+    assert archs_for_capability(capability, shared_memory) == archs
