@@ -11,14 +11,14 @@ S stays in registers in float32. Every e^G here is a running product of decays d
 down or from its last row up, so no exponent is ever positive; only e^G_last, which acts on the state once per chunk and would
 gather rounding over a long sequence, is the exponential of a sum.
 
-Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
-NVIDIA H200. With g in float32 the lean plan (chunk_wy stores A_inv and P, this kernel reads q, k, g and v again) moves 5 + 7
-units. A wide plan (chunk_wy stores W, U, P, the gated q and k) would move 9.5 + 5.5, and round to operands what the residual
-here keeps in float32: 0.21 ms more for chunk_wy, 0.07 less for the scan. So the lean plan, for many heads; for few, where everything
-sits in L2, the wide one is not tried yet. The warp-specialized scan takes 0.69 ms at 96 heads (V tile 128) and 0.41 ms at 32 (V
-tile 32), `tools/bench_chunk_kda.py`. Its profile shows gating, not the products, as the longest chain: of 3.6 microseconds per
-chunk with V tile 64, waiting for q, k and g takes 1.4 and their running products 1.9. Two chunks of them in flight, loaded by a
-warp of its own, would overlap the two.
+Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on
+one NVIDIA H200. With g in float32 the lean plan (chunk_wy stores A_inv and P, this kernel reads q, k, g and v again) moves 5
++ 7 units. A wide plan (chunk_wy stores W, U, P, the gated q and k) would move 9.5 + 5.5, and round to operands what the
+residual here keeps in float32: 0.21 ms more for chunk_wy, 0.07 less for the scan. So the lean plan, for many heads; for few,
+where everything sits in L2, the wide one is not tried yet. The warp-specialized scan takes 0.69 ms at 96 heads (V tile 128)
+and 0.41 ms at 32 (V tile 32), `tools/bench_chunk_kda.py`. Its profile shows gating, not the products, as the longest chain:
+of 3.6 microseconds per chunk with V tile 64, waiting for q, k and g takes 1.4 and their running products 1.9. Two chunks of
+them in flight, loaded by a warp of its own, would overlap the two.
 """
 
 from typing import Any

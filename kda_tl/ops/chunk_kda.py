@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -127,29 +129,30 @@ def chunk_kda(
     if "transpose_state_layout" in kwargs:
         warnings.warn("transpose_state_layout is now named state_v_first", DeprecationWarning, stacklevel=2)
         state_v_first = bool(kwargs.pop("transpose_state_layout"))
-    if kwargs:
-        raise TypeError(f"chunk_kda has no argument {min(kwargs)!r}")
+    _check_options(chunk_size, kwargs.keys())
     if return_intermediate_states:
         raise NotImplementedError("return_intermediate_states must be False: intermediate states are not stored yet")
     if cp_context is not None:
         raise NotImplementedError("cp_context must be None: context parallelism is not available yet")
-    if chunk_size != CHUNK_SIZE:
-        raise ValueError(f"chunk_size must be {CHUNK_SIZE}, got {chunk_size}")
     problem = _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     gate_parameters = {"A_log": A_log, "dt_bias": dt_bias} if use_gate_in_kernel else {}
+    for name, tensor in gate_parameters.items():
+        if tensor is not None:
+            check_tensors(**{name: tensor})
+            if tensor.device != q.device:
+                raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
     _refuse_gradients(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, **gate_parameters)
 
     if lower_bound is not None and not isinstance(lower_bound, (int, float)):
         raise TypeError(f"lower_bound must be a number < 0, got {type(lower_bound).__name__}")
     if use_gate_in_kernel:
-        _check_gate(q.device, A_log, dt_bias)
         g = kda_gate(g.float(), A_log, dt_bias, lower_bound)
     if use_beta_sigmoid_in_kernel:
         beta = beta_sigmoid(beta.float(), allow_neg_eigval)
     elif allow_neg_eigval:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q.float()).to(q.dtype), l2norm(k.float()).to(k.dtype)
+        q, k = (l2norm(tensor.float()).to(problem.kernel_dtype) for tensor in (q, k))
 
     o = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=problem.kernel_dtype, device=v.device)
     shape = (problem.V, problem.K) if state_v_first else (problem.K, problem.V)
@@ -160,11 +163,15 @@ def chunk_kda(
     return o.to(v.dtype), state
 
 
-def plan_chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Plan:
-    """What `chunk_kda` with these arguments will launch."""
-    cu_seqlens = kwargs.get("cu_seqlens")
-    problem = _check(q, k, v, g, beta, kwargs.get("initial_state"), bool(kwargs.get("state_v_first")), cu_seqlens,
-                     kwargs.get("cu_seqlens_cpu"))  # fmt: skip
+def plan_chunk_kda(*args: Any, **kwargs: Any) -> Plan:
+    """What `chunk_kda` with these arguments will launch. Raises what it would raise for their types, sizes and names."""
+    call = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    call.apply_defaults()
+    a = call.arguments
+    _check_options(a["chunk_size"], a["kwargs"].keys() - {"transpose_state_layout"})
+    state_v_first = bool(a["kwargs"].get("transpose_state_layout", a["state_v_first"]))
+    problem = _check(a["q"], a["k"], a["v"], a["g"], a["beta"], a["initial_state"], state_v_first, a["cu_seqlens"],
+                     a["cu_seqlens_cpu"])  # fmt: skip
     return plan_problem(problem)
 
 
@@ -182,6 +189,13 @@ def plan_problem(problem: Problem) -> Plan:
         ),
         workspace_bytes=2 * problem.slots * problem.HV * CHUNK_SIZE**2 * problem.operand_dtype.itemsize,
     )
+
+
+def _check_options(chunk_size: int, unknown: Collection[str]) -> None:
+    if unknown:
+        raise TypeError(f"chunk_kda has no argument {min(unknown)!r}")
+    if chunk_size != CHUNK_SIZE:
+        raise ValueError(f"chunk_size must be {CHUNK_SIZE}, got {chunk_size}")
 
 
 def _check(
@@ -220,16 +234,6 @@ def _check(
         layout, shape = ("[N, HV, V, K]", (N, HV, V, K)) if state_v_first else ("[N, HV, K, V]", (N, HV, K, V))
         check_shape("initial_state", initial_state, layout, shape)
     return Problem(B, T, N, H, HV, K, V, cu_seqlens is not None, arch)
-
-
-def _check_gate(device: torch.device, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
-    """kda_gate checks the rest: shapes, and that A_log or lower_bound is given."""
-    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if tensor is None:
-            continue
-        check_tensors(**{name: tensor})
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:

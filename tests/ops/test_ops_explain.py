@@ -66,9 +66,6 @@ def test_an_unknown_op(op: Any) -> None:
         kda_tl.explain(op)
 
 
-@pytest.mark.xfail(
-    raises=(TypeError, AssertionError), reason="the planner takes five positional arguments and ignores unknown ones"
-)
 def test_it_takes_and_refuses_the_arguments_of_the_op(cpu_kernels: Registry) -> None:
     x = make(10)
     by_position = kda_tl.explain("chunk_kda", x["q"], x["k"], x["v"], x["g"], x["beta"], 0.5, x["initial_state"], True)

@@ -87,6 +87,9 @@ def test_kernels_load_launch_and_check(
     assert report["right"] == [None] * len(expected)
     # Nothing else: the wrong calls that came after launched nothing.
     assert [line for line in lines if line.startswith("launch")] == expected
+    maps = [line for line in lines if line.startswith("tensormap")]
+    assert bool(maps) == any(meta["uses_tensormap"] for meta in metas.values())
+    assert all(line.endswith("aligned 1") for line in maps)
     image = "load cubin" if arch == "sm_90" else "load fatbin"
     assert [line for line in lines if line.startswith("load")] == [image] * 2
 
