@@ -111,7 +111,10 @@ def _build_one(spec: KernelSpec, schedule: Schedule, arch: str, root: str) -> Bu
     start = time.perf_counter()
     row = arch_row(arch)
     registry = Registry(root)
-    program = _program(spec, schedule, arch)
+    try:
+        program = _program(spec, schedule, arch)
+    except Exception as error:
+        raise BuildError(f"{spec.key} for {arch}: {error}") from None
     identity = _identity(program, spec, schedule, row)
     path = registry.root / "artifacts" / identity
     if path.is_dir():

@@ -9,11 +9,6 @@ import tilelang.language as T
 
 
 @T.macro
-def first_slot(sequence, cu_seqlens, chunk_size):
-    return T.truncdiv(cu_seqlens[sequence], chunk_size) + sequence
-
-
-@T.macro
 def locate_chunk(slot, uniform, seq_len, num_seqs, cu_seqlens, chunk_size, found):
     """Writes (batch row, first token, number of tokens) of `slot` into found; a slot that no chunk uses gets <= 0 tokens."""
     if uniform != 0:
