@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from kda_tl.ops.checks import check_cu_seqlens, check_dtype, check_shape, check_tensors
 from kda_tl.ops.plan import Launch, Plan
+from kda_tl.ops.prefill_launch import GateOptions, Workspace, launch_chunk_scan, launch_chunk_wy
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -56,7 +57,7 @@ class Problem:
 
     @property
     def wy_spec(self) -> ChunkWySpec:
-        return ChunkWySpec(self.K, CHUNK_SIZE, str(self.kernel_dtype).removeprefix("torch."))
+        return ChunkWySpec(self.K, CHUNK_SIZE, str(self.kernel_dtype).removeprefix("torch."), "float32")
 
     @property
     def scan_spec(self) -> ChunkScanSpec:
@@ -187,7 +188,7 @@ def plan_problem(problem: Problem) -> Plan:
             Launch(problem.wy_spec, f"{problem.slots} chunk slots x {problem.HV} heads"),
             Launch(problem.scan_spec, f"{problem.N + problem.packed} sequences x {problem.HV} heads x V tiles"),
         ),
-        workspace_bytes=2 * problem.slots * problem.HV * CHUNK_SIZE**2 * problem.operand_dtype.itemsize,
+        workspace_bytes=problem.slots * problem.HV * Workspace.bytes_per_slot_and_head(problem.K, problem.operand_dtype.itemsize, True),
     )
 
 
@@ -265,18 +266,13 @@ def _launch(
     dtype = problem.kernel_dtype
     q, k, v = (_readable(tensor.to(dtype)) for tensor in (q, k, v))
     g, beta = _readable(g.to(torch.float32)), beta.detach().resolve_neg().to(torch.float32)
-    offsets = _offsets(problem, cu_seqlens, q.device)
-    workspace = (2, problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE)
-    A_inv, P = torch.empty(workspace, dtype=problem.operand_dtype, device=q.device)
-    absent = torch.empty((), dtype=torch.float32, device=q.device).expand(problem.N, problem.HV, problem.K, problem.V)
-    state_in = absent if initial_state is None else initial_state.detach().resolve_neg()
-    state_out = absent if final_state is None else final_state
-    uniform = 0 if problem.packed else 1
-    dispatcher.kernel(problem.wy_spec, problem.arch, q.device)(q, k, g, beta, offsets, A_inv, P, uniform)
-    dispatcher.kernel(problem.scan_spec, problem.arch, q.device)(
-        q, k, v, g, offsets, A_inv, P, o, state_in, state_out,
-        scale, uniform, int(initial_state is not None), int(final_state is not None),
-    )  # fmt: skip
+    offsets = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
+    workspace = Workspace.empty(problem.slots, problem.HV, problem.K, problem.operand_dtype, True, q.device)
+    wy = dispatcher.kernel(problem.wy_spec, problem.arch, q.device)
+    scan = dispatcher.kernel(problem.scan_spec, problem.arch, q.device)
+    initial_state = None if initial_state is None else initial_state.detach().resolve_neg()
+    launch_chunk_wy(wy, q, k, g, beta, GateOptions(), offsets, workspace)
+    launch_chunk_scan(scan, v, workspace, o, scale, offsets, initial_state, final_state)
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -285,9 +281,3 @@ def _readable(tensor: Tensor) -> Tensor:
     aligned = tensor.data_ptr() % 16 == 0 and all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
     # clone, not contiguous(): that keeps an odd stride where the size is 1.
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _offsets(problem: Problem, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    if cu_seqlens is None:
-        return torch.empty(1, dtype=torch.int32, device=device)
-    return cu_seqlens.to(torch.int32).contiguous()

@@ -12,6 +12,7 @@ from typing import ClassVar
 __all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec"]
 
 DTYPES = ("bfloat16", "float16", "float32")
+DECAYS = ("none", "scalar", "per_key")
 
 
 @dataclass(frozen=True)
@@ -42,37 +43,47 @@ def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class ChunkWySpec(KernelSpec):
-    """Per chunk and value head: A_inv = (I + Diag(beta) A)^-1 Diag(beta) and P, the inputs of chunk_scan.
+    """Per chunk and value head, all that does not depend on the state: the inputs of chunk_scan.
 
     Attributes:
         head_dim_k: K.
         chunk_size: C, tokens per chunk.
-        dtype: of q and k; g and beta are float32, the workspace A_inv, P is of `operand_dtype`.
-        decay: "per_key" (KDA: g [B, T, HV, K]).
+        dtype: of q and k.
+        gate_dtype: of g and beta, raw or activated.
+        decay: "none", "scalar" (GDN: g [B, T, HV]) or "per_key" (KDA: g [B, T, HV, K]).
+        delta: whether the rule corrects what it writes (A_inv is stored), or writes v as it is.
+        read_first: RWKV6: a token reads the state before its decay and its write, and adds its bonus.
     """
 
     kernel: ClassVar[str] = "chunk_wy"
     head_dim_k: int = 128
     chunk_size: int = 64
     dtype: str = "bfloat16"
+    gate_dtype: str = "float32"
     decay: str = "per_key"
+    delta: bool = True
+    read_first: bool = False
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, DTYPES)
-        _check("decay", self.decay, ("per_key",))
+        _check("gate_dtype", self.gate_dtype, DTYPES)
+        _check("decay", self.decay, DECAYS)
         _check("chunk_size", self.chunk_size, (64,))
         _check("head_dim_k", self.head_dim_k, (64, 128))
+        if self.read_first and self.delta:
+            raise ValueError("read_first must be False where delta is True: no rule has both")
 
 
 @dataclass(frozen=True)
 class ChunkScanSpec(KernelSpec):
-    """Affine state passing and output: walks the chunks of a sequence with the state on chip.
+    """Affine state passing and output: walks the chunks of a sequence with the state on chip. The same for every decay.
 
     Attributes:
         head_dim_k, head_dim_v: K, V.
         chunk_size: C, tokens per chunk.
-        dtype: of q, k, v and o; g and the state in and out are float32, the workspace is of `operand_dtype`.
-        decay: "per_key" (KDA: g [B, T, HV, K]).
+        dtype: of v and o; the workspace is of `operand_dtype`.
+        state_dtype: of the states in and out.
+        delta: whether A_inv is applied to the residual, or v is written as it is.
     """
 
     kernel: ClassVar[str] = "chunk_scan"
@@ -80,11 +91,12 @@ class ChunkScanSpec(KernelSpec):
     head_dim_v: int = 128
     chunk_size: int = 64
     dtype: str = "bfloat16"
-    decay: str = "per_key"
+    state_dtype: str = "float32"
+    delta: bool = True
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, DTYPES)
-        _check("decay", self.decay, ("per_key",))
+        _check("state_dtype", self.state_dtype, DTYPES)
         _check("chunk_size", self.chunk_size, (64,))
         _check("head_dim_k", self.head_dim_k, (64, 128))
         _check("head_dim_v", self.head_dim_v, (64, 128))

@@ -12,9 +12,14 @@ scales. log2(C) levels cover every pair once, and one exponential per element se
 
 A level uses half of the rows on either side: its k rows and q rows stand together in one left operand of C rows. The decays and
 the rows of q and k stay in registers (`TileTarget.column_pairs`), where running products need no other thread.
+
+Where a token reads the state before its own decay (`read_first`, RWKV6), a q row i stops at d_(i-1): then d_r belongs to the left
+factor, and the right one ends at d_(r-1). The k rows, which would need it otherwise, have no products there.
 """
 
 import tilelang.language as T
+
+from kda_tl.kernels.tiles.products import product as add_product
 
 
 def half_blocks(chunk_size: int) -> list[int]:
@@ -23,7 +28,7 @@ def half_blocks(chunk_size: int) -> list[int]:
 
 
 @T.macro
-def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h):
+def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h, read_first):
     """The operands of the level with half-blocks of h rows, 1 <= h <= C / 2."""
     for part, pair in t.each_column_pair(head_dim):
         factor = T.alloc_local((2,), "float32")
@@ -31,7 +36,7 @@ def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size,
         if h == chunk_size // 2:
             if part == 0:
                 for j in t.pair():
-                    factor[j] = middle_decay[pair * 2 + j]
+                    factor[j] = 1.0 if read_first else middle_decay[pair * 2 + j]
                 for s in T.unroll(h):
                     for j in t.pair():
                         narrow[j] = factor[j]
@@ -45,7 +50,7 @@ def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size,
                 for s in T.unroll(h):
                     if s > 0:
                         for j in t.pair():
-                            factor[j] = factor[j] * decay[t.at(part, pair, s, j)]
+                            factor[j] = factor[j] * decay[t.at(part, pair, s - (1 if read_first else 0), j)]
                     for j in t.pair():
                         narrow[j] = factor[j]
                     for j in t.pair():
@@ -59,8 +64,9 @@ def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size,
                 for j in t.pair():
                     factor[j] = 1.0
                 for s in T.unroll(h):
-                    for j in t.pair():
-                        factor[j] = factor[j] * decay[t.at(part, pair, reference - s, j)]
+                    if not read_first or s > 0:
+                        for j in t.pair():
+                            factor[j] = factor[j] * decay[t.at(part, pair, reference - s, j)]
                     for j in t.pair():
                         narrow[j] = factor[j]
                     for j in t.pair():
@@ -70,7 +76,7 @@ def store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size,
                 for s in T.unroll(h):
                     if s > 0:
                         for j in t.pair():
-                            factor[j] = factor[j] * decay[t.at(part, pair, reference + s, j)]
+                            factor[j] = factor[j] * decay[t.at(part, pair, reference + s - (1 if read_first else 0), j)]
                         for j in t.pair():
                             narrow[j] = factor[j]
                         for j in t.pair():
@@ -101,29 +107,38 @@ def store_level_products(t, product, qk, kk, chunk_size, h):
 
 
 @T.macro
-def decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, chunk_size, head_dim):
+def decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, chunk_size, head_dim, bonus=None):
     """Fills the strictly lower part of kk (k with k) and the lower part of qk (q with k); both [C, C], zero on entry.
+
+    bonus: shared [K], or None. With it the products are RWKV6's (`read_first`): diagonal entries of qk are weighted by it, and kk
+    is not meaningful.
 
     q_rows, k_rows, decay: `column_pairs` of [C, K]; rows past the chunk's end hold 0, 0 and 1. middle_decay: shared [K], row
     C / 2 of the decays. Scratch: left, right shared [C, K] and [C / 2, K]; product fragment [C, C / 2].
     """
+    read_first = bonus is not None
     for h in half_blocks(chunk_size):
-        store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h)
+        store_level(t, q_rows, k_rows, decay, middle_decay, left, right, chunk_size, head_dim, h, read_first)
         T.clear(product)
-        T.gemm(left, right, product, transpose_B=True)
+        add_product(t, left, right, product, chunk_size, chunk_size // 2, head_dim, transpose_B=True)
         store_level_products(t, product, qk, kk, chunk_size, h)
     for side in [0, 1]:
         # The diagonal, whose decay is 1: all q rows with the k rows of one half at a time.
         for part, pair in t.each_column_pair(head_dim):
             for row in T.unroll(chunk_size // 2):
                 for j in t.pair():
-                    left[part * (chunk_size // 2) + row, pair * 2 + j] = q_rows[t.at(part, pair, row, j)]
+                    if read_first:
+                        left[part * (chunk_size // 2) + row, pair * 2 + j] = (
+                            q_rows[t.at(part, pair, row, j)] * bonus[pair * 2 + j]
+                        )
+                    else:
+                        left[part * (chunk_size // 2) + row, pair * 2 + j] = q_rows[t.at(part, pair, row, j)]
             if part == side:
                 for row in T.unroll(chunk_size // 2):
                     for j in t.pair():
                         right[row, pair * 2 + j] = k_rows[t.at(part, pair, row, j)]
         T.clear(product)
-        T.gemm(left, right, product, transpose_B=True)
+        add_product(t, left, right, product, chunk_size, chunk_size // 2, head_dim, transpose_B=True)
         for i, j in t.parallel(chunk_size, chunk_size // 2):
             if i == side * (chunk_size // 2) + j:
                 qk[i, i] = product[i, j]
