@@ -4,7 +4,7 @@
     0          state    S = Diag(chunk_decay) S + k_to_end^T u, in registers; stores S as an operand
     1          value    residual = v - k_decayed S;  u = A_inv residual
     2          output   o = scale (q_decayed S + P u)
-    3          load     its first warp issues the TMA loads of the chunks ahead; all of it looks at their v
+    3          load     its first warp issues the TMA loads of the chunks ahead; two others look at their v
 
 mbarriers connect the roles: a buffer has a `full` barrier and a `free` one. A TMA load brings 64 rows whatever the sequence
 holds. Those of the workspace past its end are zero; those of v belong to the next sequence, and the value role clears them.
@@ -20,7 +20,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from kda_tl.kernels.tiles.chunks import locate_segment
-from kda_tl.kernels.tiles.scaling import range_scale
+from kda_tl.kernels.tiles.scaling import inverse_power_of_two, range_scale
 from kda_tl.kernels.tiles.target import run_time_strides
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
@@ -96,17 +96,23 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
             u_operand = T.alloc_shared((C, block_v), operand_dtype)
             o_tile = T.alloc_shared((C, block_v), dtype)
             decay_tile = T.alloc_shared((2, K), "float32", scope="shared")
-            peaks = T.alloc_shared((3, 4), "float32", scope="shared")  # of v in two chunks, and of S
+            peaks = T.alloc_shared((4, 4), "float32", scope="shared")  # of v (two warps), of S (four): two chunks each
             scales = T.alloc_shared((2,), "float32", scope="shared")
 
             state = T.alloc_fragment((K, block_v), "float32")
+            values = T.alloc_fragment((C, block_v), "float32")
             residual = T.alloc_fragment((C, block_v), "float32")
             u = T.alloc_fragment((C, block_v), "float32")
             out = T.alloc_fragment((C, block_v), "float32")
 
-            tile_full = T.alloc_barrier([32] * stages)
-            tile_free = T.alloc_barrier([384] * stages)
-            seen = T.alloc_barrier([128] * 2)
+            # A tile goes back, to be loaded again, as soon as its own role is done with it.
+            value_full = T.alloc_barrier([32] * stages)
+            value_free = T.alloc_barrier([128] * stages)
+            output_full = T.alloc_barrier([32] * stages)
+            output_free = T.alloc_barrier([128] * stages)
+            end_full = T.alloc_barrier([32] * stages)
+            end_free = T.alloc_barrier([128] * stages)
+            seen = T.alloc_barrier([64] * 2)
             seen_free = T.alloc_barrier([128] * 2)
             state_full = T.alloc_barrier(128)
             state_free = T.alloc_barrier(256)
@@ -138,47 +144,49 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                             state[d, j] = initial_state[state_slot, value_head, d, first_v + j]
                     else:
                         T.clear(state)
-                    store_state_peak(state, peaks, tx, K, block_v)
+                    store_state_peak(state, peaks, 3, tx, K, block_v)
                     T.sync_threads(4, 128)
                     for i in T.serial(num_chunks):
                         if store_states != 0:
                             for d, j in T.Parallel(K, block_v):
-                                states[first_slot + i, value_head, d, first_v + j] = state[d, j] / current
+                                states[first_slot + i, value_head, d, first_v + j] = state[d, j] * inverse_power_of_two(current)
                         T.barrier_wait(seen[i % 2], (i // 2) % 2)
-                        new_peak = max4(peaks, i % 2)
-                        # S now is at most a few times what it was a chunk ago, or what v was then.
-                        peak = T.max(T.max(new_peak, last_peak), max4(peaks, 2) / current)
+                        new_peak = T.max(peaks[i % 2, 0], peaks[i % 2, 1])
+                        # S now is at most a few times what was left of it a chunk ago, or what v was then.
+                        peak = T.max(T.max(new_peak, last_peak), max4(peaks, 2 + (i + 1) % 2) * inverse_power_of_two(current))
                         last_peak = new_peak
                         chosen = range_scale(peak, HIGHEST_PEAK)
                         if chosen != current:
                             for d, j in T.Parallel(K, block_v):
-                                state[d, j] = state[d, j] / current * chosen
+                                state[d, j] = state[d, j] * inverse_power_of_two(current) * chosen
                             current = chosen
                         T.barrier_wait(state_free, (i + 1) % 2)
                         scales[i % 2] = current
                         T.copy(state, state_operand)
                         T.fence_proxy_async()
                         T.barrier_arrive(state_full)
-                        # Everyone has read the last peaks.
-                        T.sync_threads(4, 128)
-                        store_state_peak(state, peaks, tx, K, block_v)
+                        # The decays are read after S is handed over, and the peak is that of the decayed S: the compiler would
+                        # otherwise look for it first, while the value role waits.
                         for d, j in T.Parallel(K, block_v):
                             state[d, j] = state[d, j] * decay_tile[i % 2, d]
                         T.barrier_arrive(seen_free[i % 2])
-                        T.barrier_wait(tile_full[i % stages], (i // stages) % 2)
+                        store_state_peak(state, peaks, 2 + i % 2, tx, K, block_v)
+                        T.barrier_wait(end_full[i % stages], (i // stages) % 2)
                         T.barrier_wait(u_full, i % 2)
                         T.gemm(end_tile[i % stages, :, :], u_operand, state, transpose_A=True)
                         T.barrier_arrive(u_free)
-                        T.barrier_arrive(tile_free[i % stages])
+                        T.barrier_arrive(end_free[i % stages])
                         T.sync_threads(4, 128)
                     if store_final_state != 0 and ends != 0 and state_slot >= 0:
                         for d, j in T.Parallel(K, block_v):
-                            final_state[state_slot, value_head, d, first_v + j] = state[d, j] / current
+                            final_state[state_slot, value_head, d, first_v + j] = state[d, j] * inverse_power_of_two(current)
                 elif tx < 256:
                     T.set_max_nreg(schedule.value_registers, schedule.value_registers > 128)
                     for i in T.serial(num_chunks):
                         rows = T.min(C, length - i * C)
-                        T.barrier_wait(tile_full[i % stages], (i // stages) % 2)
+                        T.barrier_wait(value_full[i % stages], (i // stages) % 2)
+                        for r, j in T.Parallel(C, block_v):
+                            values[r, j] = T.if_then_else(r < rows, v_tile[i % stages, r, j], 0.0)
                         T.barrier_wait(state_full, i % 2)
                         if delta:
                             T.gemm(k_tile[i % stages, :, :], state_operand, residual, clear_accum=True)
@@ -187,34 +195,33 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                         T.barrier_arrive(state_free)
                         T.barrier_wait(u_free, (i + 1) % 2)
                         for r, j in T.Parallel(C, block_v):
-                            u_operand[r, j] = T.if_then_else(
-                                r < rows, v_tile[i % stages, r, j] * scales[i % 2] - residual[r, j], 0.0
-                            )
+                            residual[r, j] = values[r, j] * scales[i % 2] - residual[r, j]
+                        T.copy(residual, u_operand)
                         T.fence_proxy_async()
                         if delta:
                             T.sync_threads(1, 128)
                             T.gemm(A_inv_tile[i % stages, :, :], u_operand, u, clear_accum=True)
-                            T.barrier_arrive(tile_free[i % stages])
+                            T.barrier_arrive(value_free[i % stages])
                             T.sync_threads(1, 128)
                             T.copy(u, u_operand)
                             T.fence_proxy_async()
                         else:
-                            T.barrier_arrive(tile_free[i % stages])
+                            T.barrier_arrive(value_free[i % stages])
                         T.barrier_arrive(u_full)
                 elif tx < 384:
                     T.set_max_nreg(schedule.output_registers, schedule.output_registers > 128)
                     for i in T.serial(num_chunks):
                         start = first + i * C
                         rows = T.min(C, length - i * C)
-                        T.barrier_wait(tile_full[i % stages], (i // stages) % 2)
+                        T.barrier_wait(output_full[i % stages], (i // stages) % 2)
                         T.barrier_wait(state_full, i % 2)
                         T.gemm(q_tile[i % stages, :, :], state_operand, out, clear_accum=True)
                         T.barrier_arrive(state_free)
                         T.barrier_wait(u_full, i % 2)
                         T.gemm(P_tile[i % stages, :, :], u_operand, out)
-                        T.barrier_arrive(tile_free[i % stages])
+                        T.barrier_arrive(output_free[i % stages])
                         for r, j in T.Parallel(C, block_v):
-                            out[r, j] = out[r, j] * (scale / scales[i % 2])
+                            out[r, j] = out[r, j] * (scale * inverse_power_of_two(scales[i % 2]))
                         T.barrier_arrive(u_free)
                         T.copy(out, o_tile)
                         T.fence_proxy_async()
@@ -229,25 +236,38 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                         T.sync_threads(3, 128)
                 else:
                     T.set_max_nreg(schedule.load_registers, 0)
+                    decays = T.alloc_local((2,), "float32")
                     if tx < 416:
                         for ahead in list(range(stages)):
                             if ahead < num_chunks:
-                                load(q_decayed, k_decayed, k_to_end, v, A_inv, P, q_tile, k_tile, end_tile, v_tile, A_inv_tile,
-                                     P_tile, tile_full, ahead, batch, first + ahead * C, value_head, first_v, block_v,
-                                     first_slot + ahead, C, K, delta)  # fmt: skip
-                    for i in T.serial(num_chunks):
-                        # The state role has taken over what was seen two chunks ago.
-                        T.barrier_wait(tile_full[i % stages], (i // stages) % 2)
-                        T.barrier_wait(seen_free[i % 2], (i // 2 + 1) % 2)
-                        store_value_peak(v_tile, peaks, tx, i % stages, i % 2, T.min(C, length - i * C), C, block_v)
-                        if tx % 128 < K:
-                            decay_tile[i % 2, tx % 128] = chunk_decay[first_slot + i, value_head, tx % 128]
-                        T.barrier_arrive(seen[i % 2])
-                        if tx < 416 and i > 0 and i - 1 + stages < num_chunks:
-                            T.barrier_wait(tile_free[(i - 1) % stages], ((i - 1) // stages) % 2)
-                            load(q_decayed, k_decayed, k_to_end, v, A_inv, P, q_tile, k_tile, end_tile, v_tile, A_inv_tile, P_tile,
-                                 tile_full, (i - 1) % stages, batch, first + (i - 1 + stages) * C, value_head, first_v, block_v,
-                                 first_slot + (i - 1 + stages), C, K, delta)  # fmt: skip
+                                load_value_tiles(k_decayed, v, A_inv, k_tile, v_tile, A_inv_tile, value_full, ahead, batch,
+                                                 first + ahead * C, value_head, first_v, block_v, first_slot + ahead, C, K,
+                                                 delta)  # fmt: skip
+                                load_output_tiles(q_decayed, P, q_tile, P_tile, output_full, ahead, value_head,
+                                                  first_slot + ahead, C, K)  # fmt: skip
+                                load_end_tile(k_to_end, end_tile, end_full, ahead, value_head, first_slot + ahead, C, K)
+                        for i in T.serial(T.max(num_chunks - stages, 0)):
+                            stage, phase, following = i % stages, (i // stages) % 2, i + stages
+                            T.barrier_wait(value_free[stage], phase)
+                            load_value_tiles(k_decayed, v, A_inv, k_tile, v_tile, A_inv_tile, value_full, stage, batch,
+                                             first + following * C, value_head, first_v, block_v, first_slot + following, C, K,
+                                             delta)  # fmt: skip
+                            T.barrier_wait(output_free[stage], phase)
+                            load_output_tiles(q_decayed, P, q_tile, P_tile, output_full, stage, value_head,
+                                              first_slot + following, C, K)  # fmt: skip
+                            T.barrier_wait(end_free[stage], phase)
+                            load_end_tile(k_to_end, end_tile, end_full, stage, value_head, first_slot + following, C, K)
+                    elif tx < 480:
+                        for i in T.serial(num_chunks):
+                            # The state role has taken over what was seen two chunks ago.
+                            T.barrier_wait(seen_free[i % 2], (i // 2 + 1) % 2)
+                            for d in T.vectorized(2):
+                                decays[d] = chunk_decay[first_slot + i, value_head, tx % 64 * 2 % K + d]
+                            T.barrier_wait(value_full[i % stages], (i // stages) % 2)
+                            store_value_peak(v_tile, peaks, tx, i % stages, i % 2, T.min(C, length - i * C), C, block_v)
+                            for d in T.vectorized(2):
+                                decay_tile[i % 2, tx % 64 * 2 % K + d] = decays[d]
+                            T.barrier_arrive(seen[i % 2])
             else:
                 for chunk in T.serial(num_chunks):
                     for r, j in T.Parallel(C, block_v):
@@ -258,15 +278,25 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
 
 
 @T.macro
-def load(q_decayed, k_decayed, k_to_end, v, A_inv, P, q_tile, k_tile, end_tile, v_tile, A_inv_tile, P_tile, full, stage, batch,
-         start, value_head, first_v, block_v, slot, C, K, delta):  # fmt: skip
+def load_value_tiles(k_decayed, v, A_inv, k_tile, v_tile, A_inv_tile, full, stage, batch, start, value_head, first_v, block_v, slot,
+                     C, K, delta):  # fmt: skip
     if delta:
         T.tma_copy(k_decayed[slot, value_head, 0:C, 0:K], k_tile[stage, :, :], barrier=full[stage])
     T.tma_copy(v[batch, start : start + C, value_head, first_v : first_v + block_v], v_tile[stage, :, :], barrier=full[stage])
     if delta:
         T.tma_copy(A_inv[slot, value_head, 0:C, 0:C], A_inv_tile[stage, :, :], barrier=full[stage])
+    T.barrier_arrive(full[stage])
+
+
+@T.macro
+def load_output_tiles(q_decayed, P, q_tile, P_tile, full, stage, value_head, slot, C, K):
     T.tma_copy(q_decayed[slot, value_head, 0:C, 0:K], q_tile[stage, :, :], barrier=full[stage])
     T.tma_copy(P[slot, value_head, 0:C, 0:C], P_tile[stage, :, :], barrier=full[stage])
+    T.barrier_arrive(full[stage])
+
+
+@T.macro
+def load_end_tile(k_to_end, end_tile, full, stage, value_head, slot, C, K):
     T.tma_copy(k_to_end[slot, value_head, 0:C, 0:K], end_tile[stage, :, :], barrier=full[stage])
     T.barrier_arrive(full[stage])
 
@@ -277,7 +307,7 @@ def max4(values, row):
 
 
 @T.macro
-def store_state_peak(state, peaks, tx, K, block_v):
+def store_state_peak(state, peaks, row, tx, K, block_v):
     """max |S| over what each warp of the state role holds."""
     peak = T.alloc_var("float32", init=0.0)
     peak = 0.0
@@ -285,20 +315,22 @@ def store_state_peak(state, peaks, tx, K, block_v):
         peak = T.max(peak, T.abs(state[d, j]))
     peak = T.warp_reduce_max(peak)
     if tx % 32 == 0:
-        peaks[2, tx // 32] = peak
+        peaks[row, tx // 32] = peak
 
 
 @T.macro
 def store_value_peak(v_tile, peaks, tx, stage, slot, rows, C, block_v):
-    """max |v| over the chunk's rows, a value per warp of the calling warpgroup."""
+    """max |v| over the chunk's rows, a value for each of two warps; 16 bytes a load."""
     peak = T.alloc_var("float32", init=0.0)
+    x = T.alloc_local((8,), v_tile.dtype)
     peak = 0.0
-    for step in T.unroll(C * block_v // 256):
-        r = step * (256 // block_v) + tx % 128 // (block_v // 2)
-        for j in T.unroll(2):
-            peak = T.max(
-                peak, T.if_then_else(r < rows, T.abs(T.cast(v_tile[stage, r, tx % (block_v // 2) * 2 + j], "float32")), 0.0)
-            )
+    for step in T.unroll(C * block_v // 512):
+        r = step * (512 // block_v) + tx % 64 // (block_v // 8)
+        if r < rows:
+            for j in T.vectorized(8):
+                x[j] = v_tile[stage, r, tx % (block_v // 8) * 8 + j]
+            for j in list(range(8)):
+                peak = T.max(peak, T.abs(T.cast(x[j], "float32")))
     peak = T.warp_reduce_max(peak)
     if tx % 32 == 0:
-        peaks[slot, tx % 128 // 32] = peak
+        peaks[slot, tx % 64 // 32] = peak
