@@ -18,7 +18,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
-from kda_tl.kernels.tiles.decay_products import decay_products
+from kda_tl.kernels.tiles.decay_products import PartSums, decay_products
 from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, run_time_strides
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
@@ -43,6 +43,8 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
     per_key, scalar, delta, read_first = spec.decay == "per_key", spec.decay == "scalar", spec.delta, spec.read_first
     gated = per_key or scalar
+    parts = schedule.parts
+    size = C // parts
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
     num_rates, num_biases, num_bonuses, a, b, c = T.dynamic("num_rates, num_biases, num_bonuses, a, b, c")
     q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
@@ -73,7 +75,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
         normalize: T.int32,
         uniform: T.int32,
     ):
-        with T.Kernel(slots * HV, threads=K) as block:
+        with T.Kernel(slots * HV, threads=parts * K // 2) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             assume_multiples(q_strides, 8)
@@ -87,15 +89,14 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             where[3] = T.truncdiv(where[4], T.truncdiv(HV, H))
             batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
-                decay = t.column_pairs(C, K, "float32")
-                raw = t.column_pairs(4 * LOAD_BATCH, K, dtype)
+                decay = t.column_pairs(C, K, "float32", parts)
+                raw = t.column_pairs(2 * LOAD_BATCH * parts, K, dtype, parts)
                 wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
-                q_rows = t.column_pairs(C, K, operand_dtype)
-                k_rows = t.column_pairs(C, K, operand_dtype)
+                q_rows = t.column_pairs(C, K, operand_dtype, parts)
+                k_rows = t.column_pairs(C, K, operand_dtype, parts)
                 norms = t.shared((2, C), "float32")
                 log_decays = t.shared((C, K if per_key else 1), "float32")
-                half_sums = t.shared((2, K), "float32")
-                middle_decay = t.shared((K,), "float32")
+                sums = PartSums(t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32"))
                 beta_tile = t.shared((C,), "float32")
                 bonus_row = t.shared((K,), "float32")
                 left = t.shared((C, K), operand_dtype)
@@ -134,14 +135,14 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                     for d in t.parallel(K):
                         bonus_row[d] = bonus[head * K + d]
                 if normalize != 0:
-                    store_norms(t, q, k, norms, batch, start, head, rows, C, K)
-                for part, pair in t.each_column_pair(K):
-                    sums = T.alloc_local((2,), "float32")
+                    store_norms(t, q, k, norms, batch, start, head, rows, C, K, parts * K // 64)
+                for part, pair in t.each_column_pair(K, parts):
+                    whole = T.alloc_local((2,), "float32")
                     for j in t.pair():
-                        sums[j] = 0.0
-                    for first in list(range(0, C // 2, LOAD_BATCH)):
+                        whole[j] = 0.0
+                    for first in list(range(0, size, LOAD_BATCH)):
                         for r in T.unroll(LOAD_BATCH):
-                            i = start + T.min(part * (C // 2) + first + r, rows - 1)
+                            i = start + T.min(part * size + first + r, rows - 1)
                             for j in t.pair():
                                 raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
                             for j in t.pair():
@@ -151,10 +152,14 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                             if gated:
                                 for j in t.pair():
                                     decay[t.at(part, pair, row, j)] = log_decays[
-                                        part * (C // 2) + row, pair * 2 + j if per_key else 0
+                                        part * size + row, pair * 2 + j if per_key else 0
                                     ]
-                                for j in t.pair():
-                                    sums[j] = sums[j] + decay[t.at(part, pair, row, j)]
+                                if row == 0:
+                                    for j in t.pair():
+                                        sums.first[part, pair * 2 + j] = decay[t.at(part, pair, row, j)]
+                                else:
+                                    for j in t.pair():
+                                        whole[j] = whole[j] + decay[t.at(part, pair, row, j)]
                                 for j in t.pair():
                                     decay[t.at(part, pair, row, j)] = T.exp2(decay[t.at(part, pair, row, j)])
                             else:
@@ -163,27 +168,32 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                             for j in t.pair():
                                 wide[j] = raw[t.at(part, pair, r, j)]
                             for j in t.pair():
-                                k_rows[t.at(part, pair, row, j)] = wide[j] * norms[1, part * (C // 2) + row]
+                                k_rows[t.at(part, pair, row, j)] = wide[j] * norms[1, part * size + row]
                             for j in t.pair():
                                 wide[j] = raw[t.at(part, pair, LOAD_BATCH + r, j)]
                             for j in t.pair():
-                                q_rows[t.at(part, pair, row, j)] = wide[j] * norms[0, part * (C // 2) + row]
+                                q_rows[t.at(part, pair, row, j)] = wide[j] * norms[0, part * size + row]
                     for j in t.pair():
-                        half_sums[part, pair * 2 + j] = sums[j]
-                    if part == 1:
+                        sums.rest[part, pair * 2 + j] = whole[j]
+                    for j in t.pair():
+                        if gated:
+                            sums.whole[part, pair * 2 + j] = whole[j] + log_decays[part * size, pair * 2 + j if per_key else 0]
+                        else:
+                            sums.whole[part, pair * 2 + j] = 0.0
+                    if not gated:
                         for j in t.pair():
-                            middle_decay[pair * 2 + j] = decay[t.at(part, pair, 0, j)]
+                            sums.first[part, pair * 2 + j] = 0.0
                 for i, j in t.parallel(C, C):
                     kk[i, j] = 0.0
                     qk[i, j] = 0.0
-                store_gated(t, q_rows, k_rows, decay, half_sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K,
-                            delta, read_first)  # fmt: skip
-                decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, C, K,
+                store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C,
+                            K, parts, delta, read_first)  # fmt: skip
+                decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
                                bonus_row if read_first else None)  # fmt: skip
                 for i, j in t.parallel(C, C):
                     P[slot, value_head, i, j] = qk[i, j]
                 if delta:
-                    unit_lower_inverse(t, kk, beta_tile, qk, C)
+                    unit_lower_inverse(t, kk, beta_tile, qk, C, parts * K // 2)
                     for i, j in t.parallel(C, C):
                         A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
 
@@ -191,7 +201,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
 
 
 @T.macro
-def store_norms(t, q, k, norms, batch, start, head, rows, C, K):
+def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
     """norms[0], norms[1]: inverse l2 norms of the rows of q and k; 0 past the end."""
     if t.is_cpu:
         for i in T.serial(rows):
@@ -210,8 +220,8 @@ def store_norms(t, q, k, norms, batch, start, head, rows, C, K):
         x = T.alloc_local((2, K // 32), "float32")
         squares = T.alloc_local((2,), "float32")
         T.sync_threads()  # the ones that are there
-        for step in T.serial(C * 32 // K):
-            i = step * (K // 32) + thread // 32
+        for step in T.serial(C // warps):
+            i = step * warps + thread // 32
             if i < rows:
                 for d in T.vectorized(K // 32):
                     x[0, d] = q[batch, start + i, head, lane * (K // 32) + d]
@@ -227,34 +237,48 @@ def store_norms(t, q, k, norms, batch, start, head, rows, C, K):
 
 
 @T.macro
-def store_gated(t, q_rows, k_rows, decay, half_sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K, delta,
+def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K, parts, delta,
                 read_first):  # fmt: skip
-    """The gated rows: down the chunk for e^G, up for e^(G_last - G). A half begins where the other's sum of logs ends."""
-    for part, pair in t.each_column_pair(K):
+    """The gated rows: down the chunk for e^G, up for e^(G_last - G). A part begins where the other parts' sums end."""
+    size = C // parts
+    for part, pair in t.each_column_pair(K, parts):
+        total = T.alloc_local((2,), "float32")  # not `factor`: see TileTarget.pair
         factor = T.alloc_local((2,), "float32")
         for j in t.pair():
-            factor[j] = T.if_then_else(part == 1, T.exp2(half_sums[0, pair * 2 + j]), 1.0)
-        for r in T.unroll(C // 2):
+            total[j] = 0.0
+        for other in list(range(parts - 1)):
+            if other < part:
+                for j in t.pair():
+                    total[j] = total[j] + sums[other, pair * 2 + j]
+        for j in t.pair():
+            factor[j] = T.exp2(total[j])
+        for r in T.unroll(size):
             if read_first:
                 for j in t.pair():
-                    q_decayed[slot, value_head, part * (C // 2) + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
+                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
             for j in t.pair():
                 factor[j] = factor[j] * decay[t.at(part, pair, r, j)]
             if not read_first:
                 for j in t.pair():
-                    q_decayed[slot, value_head, part * (C // 2) + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
+                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
             if delta:
                 for j in t.pair():
-                    k_decayed[slot, value_head, part * (C // 2) + r, pair * 2 + j] = k_rows[t.at(part, pair, r, j)] * factor[j]
+                    k_decayed[slot, value_head, part * size + r, pair * 2 + j] = k_rows[t.at(part, pair, r, j)] * factor[j]
         for j in t.pair():
-            factor[j] = T.if_then_else(part == 0, T.exp2(half_sums[1, pair * 2 + j]), 1.0)
-        for s in T.unroll(C // 2):
-            for j in t.pair():
-                k_to_end[slot, value_head, part * (C // 2) + (C // 2 - 1 - s), pair * 2 + j] = (
-                    k_rows[t.at(part, pair, C // 2 - 1 - s, j)] * factor[j]
-                )
-            for j in t.pair():
-                factor[j] = factor[j] * decay[t.at(part, pair, C // 2 - 1 - s, j)]
+            total[j] = 0.0
+        for other in list(range(1, parts)):
+            if other > part:
+                for j in t.pair():
+                    total[j] = total[j] + sums[other, pair * 2 + j]
         if part == 0:
             for j in t.pair():
-                chunk_decay[slot, value_head, pair * 2 + j] = T.exp2(half_sums[0, pair * 2 + j] + half_sums[1, pair * 2 + j])
+                chunk_decay[slot, value_head, pair * 2 + j] = T.exp2(total[j] + sums[0, pair * 2 + j])
+        for j in t.pair():
+            factor[j] = T.exp2(total[j])
+        for s in T.unroll(size):
+            for j in t.pair():
+                k_to_end[slot, value_head, part * size + (size - 1 - s), pair * 2 + j] = (
+                    k_rows[t.at(part, pair, size - 1 - s, j)] * factor[j]
+                )
+            for j in t.pair():
+                factor[j] = factor[j] * decay[t.at(part, pair, size - 1 - s, j)]

@@ -42,10 +42,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ChunkWySchedule(Schedule):
-    """min_blocks: blocks per multiprocessor that the compiler keeps registers free for. A block has head_dim_k threads."""
+    """Attributes:
+    parts: into how many parts the rows of a chunk are split over threads; a block has parts * head_dim_k / 2 of them.
+    min_blocks: blocks per multiprocessor that the compiler keeps registers free for.
+    """
 
     kernel: ClassVar[str] = "chunk_wy"
+    parts: int = 4
     min_blocks: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts not in (2, 4, 8):
+            raise ValueError(f"parts must be 2, 4 or 8, got {self.parts}")
 
 
 @dataclass(frozen=True)
