@@ -8,7 +8,7 @@ from typing import Any
 from kda_tl.ops.chunk_kda import chunk_kda, plan_chunk_kda
 from kda_tl.ops.plan import Plan
 
-__all__ = ["explain"]
+__all__ = ["explain", "workspace_bytes"]
 
 PLANNERS: dict[str, Callable[..., Plan]] = {chunk_kda.__name__: plan_chunk_kda}
 
@@ -23,3 +23,14 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     if name not in PLANNERS:
         raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
     return PLANNERS[name](*args, **kwargs)
+
+
+def workspace_bytes(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Bytes of device memory that `op(*args, **kwargs)` allocates for its kernels and frees again, results not included.
+
+    Known before anything is launched, from types and shapes alone: no sync, no allocation, no kernel, no artifact needed.
+
+    Raises:
+        ValueError, TypeError: as `explain`.
+    """
+    return explain(op, *args, **kwargs).workspace_bytes
