@@ -51,7 +51,7 @@ _assumed: ContextVar[str | None] = ContextVar("kda_tl_assumed_arch", default=Non
 
 @contextmanager
 def assume_arch(name: str) -> Iterator[None]:
-    """Inside, every device counts as one of this arch: plans for a machine that is not here. Nothing can be launched so."""
+    """Inside, every device counts as one of this arch: for plans of a machine that is not here. Overrides KDA_TL_ARCH."""
     token = _assumed.set(arch(name).name)
     try:
         yield
