@@ -23,6 +23,7 @@ from kda_tl.ops.plan import Plan
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm, recurrent_kda
 from kda_tl.registry import RegistryError, default_root
 from kda_tl.runtime import dispatcher
+from kda_tl.runtime.build_on_miss import MODULE, child_environment
 from kda_tl.runtime.errors import KdaTlError
 
 __all__ = ["demo"]
@@ -100,7 +101,7 @@ def _provide(plan: Plan) -> bool:
     click.echo(
         f"Not built yet for {plan.arch}: {names}. Compiling into {root}, once (kda-tl build --arch {plan.arch})", err=True
     )
-    if subprocess.run([sys.executable, "-m", "kda_tl.cli.main", *words], stdout=subprocess.DEVNULL, check=False).returncode:
+    if subprocess.run([sys.executable, "-m", MODULE, *words], env=child_environment(), stdout=subprocess.DEVNULL).returncode:
         raise click.ClickException("the build failed; `kda-tl doctor` tells what is amiss here")
     return True
 

@@ -21,7 +21,7 @@ from kda_tl.runtime.errors import BuildOnMissFailed
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import KernelSpec
 
-__all__ = ["build_command", "build_missing"]
+__all__ = ["build_command", "build_missing", "child_environment"]
 
 log = logging.getLogger("kda_tl")
 
@@ -63,7 +63,7 @@ def build_missing(spec: KernelSpec, arch: str, present: Callable[[], bool]) -> N
         start = time.perf_counter()
         counts.builds += 1
         ran = subprocess.run(
-            [sys.executable, "-m", MODULE, *words], env=_environment(), capture_output=True, text=True, check=False,
+            [sys.executable, "-m", MODULE, *words], env=child_environment(), capture_output=True, text=True, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     if ran.returncode != 0:
@@ -89,7 +89,7 @@ def _alone(root: Path) -> Iterator[None]:
         lock.__exit__(None, None, None)
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """This process's, in which the child finds the same package and builds nothing on a miss of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "KDA_TL_ON_MISS"}
     checkout = checkout_root()
