@@ -15,8 +15,6 @@ from kda_tl.cli.shared import arch_option, registry_option, size, stored_bytes, 
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.kernels import KernelSpec
-from kda_tl.specs.parse import parse_spec
 from kda_tl.specs.schedules import ScheduleFileError
 
 if TYPE_CHECKING:
@@ -31,12 +29,9 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 @click.command()
 @arch_option("What to compile for. May be given several times.", multiple=True, required=True)
-@click.option(
-    "--spec", multiple=True, metavar="KEY", help="Only this spec, as list prints it; several.  [default: the default set]"
-)
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes.  [default: one per core]")
 @registry_option("Where the artifacts go.  [default: the first writable folder of the search path]")
-def build(arch: tuple[str, ...], spec: tuple[str, ...], jobs: int | None, registry: Path | None) -> None:
+def build(arch: tuple[str, ...], jobs: int | None, registry: Path | None) -> None:
     """Compile the kernels of one or more architectures.
 
     Needs TileLang (pip install 'kda-tl[build]'), a C++ compiler, and for the sm_ architectures nvcc. No GPU. What the
@@ -54,15 +49,11 @@ def build(arch: tuple[str, ...], spec: tuple[str, ...], jobs: int | None, regist
 
     failures = []
     try:
-        only = [parse_spec(key) for key in spec]
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--spec") from None
-    try:
         target = Registry(registry if registry is not None else default_root())
         click.echo(f"Registry {target.root}")
         for name in dict.fromkeys(arch):
             try:
-                _build_arch(name, only, jobs, target)
+                _build_arch(name, jobs, target)
             except (BuildError, RegistryError, ScheduleFileError, OSError) as error:
                 failures.append(f"{name}: {error}")
     except RegistryError as error:
@@ -74,10 +65,10 @@ def build(arch: tuple[str, ...], spec: tuple[str, ...], jobs: int | None, regist
         raise click.ClickException("\n".join(failures))
 
 
-def _build_arch(arch: str, only: list[KernelSpec], jobs: int | None, registry: Registry) -> None:
+def _build_arch(arch: str, jobs: int | None, registry: Registry) -> None:
     from kda_tl.compiler.build import build as compile_specs
 
-    specs = only or default_specs(arch)
+    specs = default_specs(arch)
     finished: list[BuildResult] = []
     start = time.perf_counter()
     try:
