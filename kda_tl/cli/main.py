@@ -6,7 +6,9 @@ import click
 
 from kda_tl import __version__
 from kda_tl.cli.build import build
+from kda_tl.cli.bundle import bundle
 from kda_tl.cli.explain import explain
+from kda_tl.cli.gc import gc
 from kda_tl.cli.list import list_artifacts
 from kda_tl.cli.verify import verify
 
@@ -27,7 +29,7 @@ def cli() -> None:
     """
 
 
-for command in (build, explain, list_artifacts, verify):
+for command in (build, bundle, explain, gc, list_artifacts, verify):
     cli.add_command(command)
 
 if __name__ == "__main__":
