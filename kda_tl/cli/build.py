@@ -149,15 +149,11 @@ def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elaps
     libraries = f", and {size(stored_bytes(registry.load_meta(support)))} of libraries that all of them load" if support else ""
     lines.append(f"  Together {size(total)}{libraries}.")
     if not row.is_cpu:
-        lines.append(
-            f"  {arch} allows a block {size(row.shared_memory)} of shared memory; {spilling} programs spill registers."
-        )
+        lines.append(f"  A block may use {size(row.shared_memory)} of shared memory; {spilling} programs spill registers.")
     if row.min_driver:
         lines.append(f"  Runs with an NVIDIA driver R{row.min_driver} or newer.")
     if not row.measured:
-        lines.append(
-            f"  Never run or timed on such a device: calls there take sm_89's artifacts unless KDA_TL_ARCH={arch} is set."
-        )
+        lines.append(f"  Never run or timed on such a device: calls take sm_89's artifacts unless KDA_TL_ARCH={arch}.")
     return "\n".join(lines)
 
 

@@ -30,8 +30,8 @@ def bundle() -> None:
 def export(file: Path, arch: tuple[str, ...], registry: Path | None) -> None:
     """Write artifacts, their libraries and manifests to FILE, a tar archive.
 
-    Every file is compared with the hash it was built with. Equal registries give equal bytes. The sha256 that is printed is what
-    `kda-tl bundle import --sha256` takes.
+    Every file is compared with the hash it was built with. Equal registries give equal bytes. The sha256 that is printed is
+    what `kda-tl bundle import --sha256` takes.
     """
     try:
         done = export_bundle(Registry(registry if registry is not None else default_root()), file, arch or None)

@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +61,7 @@ def build(
         jobs: worker processes, default one per core.
         progress: called once per spec, in the order in which they finish; those that failed have an `error`.
         schedules: for these specs, in place of what schedules/ARCH.json says.
-        isolate: whether specs compile in child processes, which may die without ending this one; default: with two jobs or more.
+        isolate: whether specs compile in child processes, which may die without ending this one; default: with 2 jobs or more.
 
     Raises:
         BuildError: specs did not compile; the message names each of them.
@@ -99,7 +99,9 @@ def build(
     return sorted(results, key=lambda result: result.spec.key)
 
 
-def _in_this_process(function: Callable[[Task], BuildResult], tasks: Sequence[Task]) -> Iterator[Outcome[Task, BuildResult]]:
+def _in_this_process(
+    function: Callable[[Task], BuildResult], tasks: Sequence[Task]
+) -> Generator[Outcome[Task, BuildResult], None, None]:
     for task in tasks:
         try:
             yield Outcome(task, function(task), None)

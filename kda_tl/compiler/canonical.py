@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["distinct_shared_buffers", "distinct_names"]
+__all__ = ["distinct_names", "distinct_shared_buffers"]
 
 _lock = threading.RLock()
 

@@ -32,19 +32,10 @@ PASS_CONFIGS: dict[str, Any] = {
     # Every access of our programs is in range by construction; TileLang's own guards would test each of them again.
     "tl.disable_safe_memory_legalize": True,
 }
-NVCC_FLAGS = (
-    "-O3",
-    "-std=c++20",
-    "-w",
-    "-ftz=true",
-    "-Xptxas=-v",
-    "-Xcicc",
-    "--orig_src_path_name",
-    "-Xcicc",
-    "/kda_tl/kernel.cu",
-)
+SOURCE_PATH = ("-Xcicc", "--orig_src_path_name", "-Xcicc", "/kda_tl/kernel.cu")
+NVCC_FLAGS = ("-O3", "-std=c++20", "-w", "-ftz=true", "-Xptxas=-v", *SOURCE_PATH)
 """-ftz: exp2f is one instruction then, and decays under 2^-126 may as well be 0. No -lineinfo: it is not reproducible.
---orig_src_path_name: internal symbols are named by a hash of the source's path; this one stands for any folder that a process
+SOURCE_PATH: internal symbols are named by a hash of the source's path; this one stands for any folder that a process
 compiles in, so that bytes do not depend on it and no two compilers wait for each other."""
 CXX_FLAGS = ("-O3", "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC")
 """-ffp-contract=off: the same rounding wherever a library is built."""
@@ -181,7 +172,7 @@ def _nvcc(code: str, arch: Arch) -> tuple[bytes, str]:
 
 
 def _run(command: list[str], folder: Path, tool: str) -> str:
-    """What the compiler said on stderr. Its own temporary files go to `folder`; whatever ends this call ends its processes too."""
+    """What the compiler said on stderr. Its temporary files go to `folder`; whatever ends this call ends its processes too."""
     with subprocess.Popen(
         command,
         cwd=folder,

@@ -1,7 +1,7 @@
 """Tasks in worker processes that may die without taking the others along.
 
-TVM ends its process on some errors, nvcc can be killed for memory, and a pool of concurrent.futures gives up as a whole when one
-of its processes is gone. Here a worker holds one task at a time, so a dead one costs that task and is replaced.
+TVM ends its process on some errors, a compiler can run out of memory, and a pool of concurrent.futures gives up as a whole when
+one of its processes is gone. Here a worker holds one task at a time, so a dead one costs that task and is replaced.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -46,11 +46,13 @@ class _Worker(Generic[Task]):
     task: Task
 
 
-def run_tasks(function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Outcome[Task, Result]]:
+def run_tasks(
+    function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int
+) -> Generator[Outcome[Task, Result], None, None]:
     """`function` of each task in at most `jobs` spawned processes; outcomes come in the order in which they finish.
 
-    Tasks start in the order given. Function, tasks and results travel pickled. When the caller stops early, by an interrupt or by
-    leaving the iteration, the workers are asked to stop, clean up what they had open, and are killed after 10 s.
+    Tasks start in the order given. Function, tasks and results travel pickled. When the caller stops early, by an interrupt or
+    by closing the generator, the workers are asked to stop, clean up what they had open, and are killed after 10 s.
     """
     # spawn: TileLang and torch start threads, which a fork would not survive.
     context = multiprocessing.get_context("spawn")
@@ -122,6 +124,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             task = pipe.recv()
         except (EOFError, OSError):  # the parent is done, or dead
             return
+        answer: tuple[Any, BuildError | None]
         try:
             answer = (function(task), None)
         except Exception as error:

@@ -4,8 +4,8 @@ A bundle is an uncompressed tar, since most of its bytes are machine code that h
 
     manifest/ARCH.json, artifacts/ID/FILE, support/ID/FILE
 
-in this layout and order, with no times, owners or modes: equal registries give equal bytes. Every file is compared with the hash
-it was built with on the way out and on the way in. That finds damage; who made a bundle, its own sha256 tells.
+in this layout and order, with no times, owners or modes: equal registries give equal bytes. Every file is compared with the
+hash it was built with, on the way out and on the way in. That finds damage; who made a bundle, its own sha256 tells.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Registry:
     def has(self, kind: Kind, id: str) -> bool:
         """Whether a whole artifact of that id is here; a damaged one is quarantined, and is not.
 
-        One that a manifest names is only read. Another one counts as new for garbage collection: the caller is about to publish.
+        One that a manifest names is only read. Another one counts as new for garbage collection: the caller will publish it.
 
         Raises:
             DamagedArtifact: it is damaged and cannot be moved away.
@@ -287,7 +287,7 @@ class Registry:
         return False
 
     def _serves(self, arch: str, entries: Mapping[str, Mapping[str, Any]], support: str | None) -> bool:
-        """Whether the manifest says all of this already, of folders that are there: then there is nothing to write or to lock."""
+        """Whether the manifest says all of this already, of folders that are there: then nothing is to be written or locked."""
         present = self.manifest(arch)
         folders = [self.root / "artifacts" / str(entry.get("id")) for entry in entries.values()]
         if support is not None:

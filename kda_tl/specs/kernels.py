@@ -112,7 +112,7 @@ def spec_of_key(key: str) -> KernelSpec:
         if field not in defaults or field in given:
             raise ValueError(f"{name} takes each of {', '.join(defaults)} once, got {part.strip()!r} in {key!r}")
         given[field] = _read(text, defaults[field])
-    return kind(**given)  # type: ignore[arg-type]
+    return kind(**given)
 
 
 def _read(text: str, default: object) -> object:
