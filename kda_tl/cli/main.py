@@ -6,9 +6,11 @@ import click
 
 from kda_tl import __version__
 from kda_tl.cli.build import build
+from kda_tl.cli.bundle import bundle
 from kda_tl.cli.demo import demo
 from kda_tl.cli.doctor import doctor
 from kda_tl.cli.explain import explain
+from kda_tl.cli.gc import gc
 from kda_tl.cli.list import list_artifacts
 from kda_tl.cli.verify import verify
 
@@ -39,7 +41,7 @@ def cli() -> None:
     """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention."""
 
 
-for command in (build, demo, doctor, explain, list_artifacts, verify):
+for command in (build, bundle, demo, doctor, explain, gc, list_artifacts, verify):
     cli.add_command(command)
 
 if __name__ == "__main__":

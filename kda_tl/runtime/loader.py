@@ -17,14 +17,12 @@ from typing import Any
 
 import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
 
-from kda_tl.registry import Registry, RegistryError
+from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 
 __all__ = ["KernelFunction", "load"]
 
 KernelFunction = Callable[..., Any]
-
-ARTIFACT_FORMAT = 1  # of meta.json, as compiler.build writes it
 
 _lock = threading.Lock()
 _loaded: dict[str, KernelFunction] = {}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 
-__all__ = ["default_specs"]
+__all__ = ["MAX_PROGRAMS", "default_specs"]
+
+MAX_PROGRAMS = 120
+"""Per arch: what two cores compile in about five minutes."""
 
 
 def default_specs(arch: str) -> list[KernelSpec]:
