@@ -27,6 +27,7 @@ from .recurrent import (
     recurrent_rwkv6,
     recurrent_simple_gla,
 )
+from .slots import read_slots, write_slots
 
 __all__ = [
     "ChunkIntermediates",
@@ -44,6 +45,7 @@ __all__ = [
     "kda_gate",
     "l2norm",
     "merge_affine",
+    "read_slots",
     "recurrent_delta_rule",
     "recurrent_gdn",
     "recurrent_gla",
@@ -56,4 +58,5 @@ __all__ = [
     "segmented_rule",
     "sequence_affine",
     "triangular_inverse",
+    "write_slots",
 ]
