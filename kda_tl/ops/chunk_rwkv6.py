@@ -45,7 +45,7 @@ def chunk_rwkv6(
     Args:
         r: [B, T, H, K], the receptance: q of the other ops.
         w: [B, T, HV, K], natural-log decay <= 0: g of the other ops.
-        u: [HV, K], the bonus of the current token.
+        u: [H, K], the bonus of the current token.
     """
     a = Arguments(
         q=r,
