@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kda_tl.cli.doctor import find_nvcc
 from kda_tl.cli.shared import arch_option
-from kda_tl.ops.chunk_kda import chunk_kda, plan_chunk_kda
+from kda_tl.ops.chunk_kda import chunk_kda
+from kda_tl.ops.explain import explain
 from kda_tl.ops.plan import Plan
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm, recurrent_kda
 from kda_tl.registry import RegistryError, default_root
@@ -84,7 +85,7 @@ def demo(tokens: int, heads: int, where: str | None, arch: str | None, seed: int
 def _problem(tokens: int, heads: int, device: torch.device, seed: int) -> tuple[dict[str, Tensor], Plan]:
     torch.manual_seed(seed)
     inputs = _inputs(tokens, heads, device)
-    return inputs, plan_chunk_kda(**{name: inputs[name] for name in ("q", "k", "v", "g", "beta")})
+    return inputs, explain("chunk_kda", **{name: inputs[name] for name in ("q", "k", "v", "g", "beta")})
 
 
 def _provide(plan: Plan) -> bool:

@@ -24,8 +24,7 @@ LAYOUTS = {
     "w": "B T HV K",
     "g": "B T HV K",
     "beta": "B T HV",
-    "bonus": "HV K",
-    "u": "HV K",
+    "u": "H K",
 }
 PER_KEY = ("kda", "gla", "rwkv")
 SCALAR = ("simple_gla",)
@@ -35,7 +34,8 @@ def op_named(name: str) -> Op:
     """The public op of that name. Raises ValueError where kda_tl.ops has none."""
     for module_name, module in sorted(sys.modules.items()):
         found = getattr(module, name, None) if module_name.startswith("kda_tl.ops.") else None
-        if inspect.isfunction(found):
+        # An op may import its own reference, a function of another room by the same name.
+        if inspect.isfunction(found) and found.__module__.startswith("kda_tl.ops."):
             return found
     raise ValueError(f"op must be the name of a public op, got {name!r}")
 
@@ -87,7 +87,7 @@ def example_inputs(
             raise ValueError(f"the shape of {name} does not follow from its name: give one, e.g. {name}=1,64,2,128")
         else:
             continue
-        kind = torch.float32 if name in ("g", "w", "beta", "bonus", "u") else _dtype(name, dtype)
+        kind = torch.float32 if name in ("g", "w", "beta", "u") else _dtype(name, dtype)
         inputs[name] = torch.zeros(shape if real else (), dtype=kind, device=device).expand(shape)
     if lengths is not None:
         if "cu_seqlens" not in parameters:
