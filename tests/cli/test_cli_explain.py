@@ -72,7 +72,7 @@ def test_damaged_manifest(run, roots) -> None:
         ("chunk_kda --heads 2 --lengths 5,x", "--lengths"),
         ("chunk_kda --heads 2 --lengths 5,-1", "--lengths"),
         ("chunk_kda --heads 2 --lengths 50,50 --tokens 99", "--tokens"),
-        ("chunk_gla --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_nothing --heads 2 --tokens 5", "chunk_kda"),
         ("chunk_kda --heads 2 --tokens 5 --arch sm_70", "--arch"),
     ],
 )
