@@ -59,6 +59,9 @@ def assume_arch(name: str) -> Iterator[None]:
         _assumed.reset(token)
 
 
+_archs: dict[tuple[torch.device, object], str] = {}
+
+
 def device_arch(device: torch.device) -> str:
     """The arch whose artifacts a device runs; KDA_TL_ARCH overrides it, to run what was built for another one.
 
@@ -69,26 +72,30 @@ def device_arch(device: torch.device) -> str:
     assumed = _assumed.get()
     if assumed is not None:
         return assumed
-    kind = device.type
-    if kind == "cuda":
-        return _forced_arch() if environment.arch_setting() else _cuda_arch(_index(device))
-    if kind == "cpu":
+    key = (device, environment.arch_setting())
+    found = _archs.get(key)
+    if found is None:
+        found = _find_arch(device)
+        if device.index is not None or device.type == "cpu":  # cuda alone is whichever device is current
+            _archs[key] = found
+    return found
+
+
+def _find_arch(device: torch.device) -> str:
+    if device.type == "cpu":
         return "cpu"
-    raise UnsupportedDevice(f"no kernels for {kind} tensors: kda-tl runs on cuda and cpu")
-
-
-def _forced_arch() -> str:
-    forced = os.environ["KDA_TL_ARCH"]
-    if arch(forced).is_cpu:
+    if device.type != "cuda":
+        raise UnsupportedDevice(f"no kernels for {device.type} tensors: kda-tl runs on cuda and cpu")
+    forced = os.environ.get("KDA_TL_ARCH")
+    if forced and arch(forced).is_cpu:
         raise ValueError("KDA_TL_ARCH=cpu cannot serve cuda tensors: move them to the cpu, or name a GPU arch")
-    return forced
+    return forced if forced else _cuda_arch(_index(device))
 
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@functools.cache
 def _cuda_arch(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
@@ -137,14 +144,7 @@ def choose(spec: KernelSpec, arch_name: str) -> Choice:
 _kernels: dict[tuple[KernelSpec, str, torch.device, object], KernelFunction] = {}
 _lock = threading.Lock()
 
-
-def _unlock_in_child() -> None:
-    """A fork copies the lock as it is, held or not, and none of the threads that could let it go."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # as in the loader
 
 
 def kernel(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunction:

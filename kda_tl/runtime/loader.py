@@ -27,6 +27,8 @@ KernelFunction = Callable[..., Any]
 _lock = threading.Lock()
 _loaded: dict[str, KernelFunction] = {}
 _prepared = False
+# A fork copies a lock as it is, held or not, and none of the threads that could let it go.
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 
 
 def load(registry: Registry, path: Path, arch: str, spec_key: str) -> KernelFunction:

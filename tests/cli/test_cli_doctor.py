@@ -152,11 +152,11 @@ def test_a_gpu(run, monkeypatch, capability: tuple[int, int], cuda: int, device:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(driver, "cuda_version", lambda: cuda)
-    dispatcher._cuda_arch.cache_clear()
+    dispatcher._archs.clear()
     try:
         found = checks(run)
     finally:
-        dispatcher._cuda_arch.cache_clear()
+        dispatcher._archs.clear()
     check = only(found, "device cuda:0")
     assert check["status"] == device and words in check["detail"] and "mock GPU" in check["detail"] and check["fix"]
     old = cuda < 13000

@@ -24,7 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch.device]]]:
     """gpus((9, 0), (8, 9)): CUDA devices of these compute capabilities, the first one current, with a driver for CUDA 13.0."""
-    dispatcher._cuda_arch.cache_clear()
+    dispatcher._archs.clear()
 
     def describe(*capabilities: tuple[int, int], cuda: int | None = 13000) -> list[torch.device]:
         properties = [SimpleNamespace(name=f"GPU {n}", major=c[0], minor=c[1]) for n, c in enumerate(capabilities)]
@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch.d
         return [torch.device("cuda", index) for index in range(len(properties))]
 
     yield describe
-    dispatcher._cuda_arch.cache_clear()
+    dispatcher._archs.clear()
 
 
 @pytest.fixture

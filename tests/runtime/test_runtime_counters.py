@@ -147,3 +147,17 @@ def test_one_base_for_the_runtime_s_errors() -> None:
     for error in (kda_tl.ArtifactMissing, kda_tl.DriverTooOld, kda_tl.EnvironmentConflict, kda_tl.UnsupportedDevice):
         assert issubclass(error, kda_tl.KdaTlError) and issubclass(error, RuntimeError)
     assert issubclass(kda_tl.BuildOnMissFailed, kda_tl.ArtifactMissing)
+
+
+def test_a_forked_process_waits_for_nobody(fresh, cpu_kernels: Registry) -> None:
+    """The locks are held by a thread that the child does not have."""
+    import os
+
+    from kda_tl.runtime import loader
+
+    with dispatcher._lock, loader._lock:
+        child = os.fork()
+        if child == 0:
+            free = dispatcher._lock.acquire(timeout=5) and loader._lock.acquire(timeout=5)
+            os._exit(0 if free else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
