@@ -20,6 +20,7 @@ from kda_tl.compiler.support import put_support
 from kda_tl.compiler.toolchain import cxx_compiler, nvcc_compiler, require_tilelang, version_line
 from kda_tl.compiler.workers import Outcome, run_tasks
 from kda_tl.registry import ARTIFACT_FORMAT, Registry
+from kda_tl.registry.locks import remove_stale
 from kda_tl.specs.archs import Arch
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.kernels import KernelSpec
@@ -92,6 +93,7 @@ def build(
                 if progress is not None:
                     progress(result)
     finally:
+        remove_stale(registry.root / "artifacts")  # of a worker that was stopped while it wrote
         if results:
             _publish(registry, arch, results, support)
     if failures:

@@ -9,10 +9,8 @@ import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,27 +170,14 @@ def _nvcc(code: str, arch: Arch) -> tuple[bytes, str]:
 
 
 def _run(command: list[str], folder: Path, tool: str) -> str:
-    """What the compiler said on stderr. Its temporary files go to `folder`; whatever ends this call ends its processes too."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            stdout, stderr = process.communicate()
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode != 0:
-        errors = [line for line in stderr.splitlines() if "error" in line.lower()] or (stdout + stderr).splitlines()[-5:]
-        raise BuildError(f"{tool} failed with status {process.returncode}: " + "\n".join(errors[:10]))
-    return stderr
+    """What the compiler said on stderr. It runs in `folder`, and its temporary files go there."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        lines = result.stderr.splitlines()
+        errors = [line for line in lines if "error" in line.lower()] or (result.stdout.splitlines() + lines)[-5:]
+        raise BuildError(f"{tool} failed with status {result.returncode}: " + "\n".join(errors[:10]))
+    return result.stderr
 
 
 # -- CPU -----------------------------------------------------------------------------------------------------------------

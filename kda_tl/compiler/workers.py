@@ -7,13 +7,14 @@ one of its processes is gone. Here a worker holds one task at a time, so a dead 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-import sys
-from collections.abc import Callable, Generator, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from kda_tl.compiler.errors import BuildError
@@ -22,8 +23,6 @@ __all__ = ["Outcome", "WorkerDied", "run_tasks"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-GRACE = 10.0  # seconds from the request to stop to the kill: a pass of TileLang does not look at signals while it runs
 
 
 class WorkerDied(BuildError):
@@ -52,7 +51,7 @@ def run_tasks(
     """`function` of each task in at most `jobs` spawned processes; outcomes come in the order in which they finish.
 
     Tasks start in the order given. Function, tasks and results travel pickled. When the caller stops early, by an interrupt or
-    by closing the generator, the workers are asked to stop, clean up what they had open, and are killed after 10 s.
+    by closing the generator, the workers are killed at once, with whatever they had started, and their temporary files removed.
     """
     # spawn: TileLang and torch start threads, which a fork would not survive.
     context = multiprocessing.get_context("spawn")
@@ -61,64 +60,70 @@ def run_tasks(
 
     def start() -> None:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(function, theirs), daemon=True)
-        # Ctrl-C reaches the whole process group; the workers, and what they start, are to hear of it from here alone.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        process = context.Process(target=_serve, args=(function, theirs, scratch), daemon=True)
+        # Ctrl-C reaches the whole process group, which a worker is a part of until it makes its own.
+        with _uninterrupted():
             process.start()
             task = waiting.pop()
             busy.append(_Worker(process, ours, task))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         ours.send(task)
 
-    try:
-        while waiting and len(busy) < jobs:
-            start()
-        while busy:
-            ready = wait([worker.pipe for worker in busy])
-            for worker in [worker for worker in busy if worker.pipe in ready]:
-                task = worker.task
-                try:
-                    result, error = worker.pipe.recv()
-                except (EOFError, OSError):
-                    busy.remove(worker)
-                    worker.process.join()
-                    worker.pipe.close()
-                    result, error = None, WorkerDied(_how(worker.process.exitcode))
-                    if waiting:
-                        start()
-                else:
-                    if waiting:
-                        worker.task = waiting.pop()
-                        worker.pipe.send(worker.task)
-                    else:
+    with tempfile.TemporaryDirectory(prefix="kda-tl-", ignore_cleanup_errors=True) as scratch:
+        try:
+            while waiting and len(busy) < jobs:
+                start()
+            while busy:
+                ready = wait([worker.pipe for worker in busy])
+                for worker in [worker for worker in busy if worker.pipe in ready]:
+                    task = worker.task
+                    try:
+                        result, error = worker.pipe.recv()
+                    except (EOFError, OSError):
                         busy.remove(worker)
-                        worker.pipe.close()
-                        worker.process.join()
-                yield Outcome(task, result, error)
-    finally:
-        _stop(busy)
+                        _stop([worker])  # what it had started may still run
+                        result, error = None, WorkerDied(_how(worker.process.exitcode))
+                        if waiting:
+                            start()
+                    else:
+                        if waiting:
+                            worker.task = waiting.pop()
+                            worker.pipe.send(worker.task)
+                        else:
+                            busy.remove(worker)
+                            worker.pipe.close()
+                            worker.process.join()
+                    yield Outcome(task, result, error)
+        finally:
+            _stop(busy)
 
 
-def _stop(workers: list[_Worker[Any]]) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a second Ctrl-C waits until nothing is left running
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits, here and in processes that start meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        for worker in workers:
-            worker.process.terminate()
-        for worker in workers:
-            worker.process.join(GRACE)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.pipe.close()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
-    signal.signal(signal.SIGTERM, _leave)
+def _stop(workers: Sequence[_Worker[Any]]) -> None:
+    """Not by a request: a pass of TileLang does not look at signals while it runs, nor does the thread that gets one always."""
+    with _uninterrupted():
+        for worker in workers:
+            assert worker.process.pid is not None
+            with suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+            worker.pipe.close()
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection, scratch: str) -> None:
+    os.setpgid(0, 0)
+    tempfile.tempdir = os.environ["TMPDIR"] = scratch
     while True:
         try:
             task = pipe.recv()
@@ -134,12 +139,6 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             pipe.send(answer)
         except BrokenPipeError:
             return
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """As an exception, so that temporary folders are removed and nvcc is stopped on the way out."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _how(code: int | None) -> str:
