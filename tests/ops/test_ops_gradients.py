@@ -460,3 +460,39 @@ def test_sequences_of_all_lengths_share_batches(small_pieces: None) -> None:
     expected, found = truth(x, options, cu_seqlens=pack), recomputed(x, options, cu_seqlens=pack)
     for key, gradient in expected.items():
         assert error(found[key], gradient) < 1e-11, key
+
+
+def test_behind_a_registered_op_eager_and_compiled(small_pieces: None) -> None:
+    """`differentiable` as the implementation of an op's Autograd key, with the kernels below it."""
+    x, options = make("kda", 1, 40, 1, 2, 8, 6, N=3, dtype=torch.float32), Recomputation(RULES["kda"])
+    names, pack = (*x, "cu_seqlens"), torch.tensor([0, 20, 20, 37])
+
+    def run(*values: Tensor) -> tuple[Tensor, Tensor | None]:
+        return launcher(options, torch.float32)(**dict(zip(names, values)))
+
+    def shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor) -> Any:
+        return torch.empty_like(v), torch.empty_like(initial_state)
+
+    def with_gradients(*values: Tensor) -> tuple[Tensor, Tensor | None]:
+        def launch(**tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+            with torch._C._AutoDispatchBelowAutograd():
+                return torch.ops.kda_tl_test.kda.default(*tensors.values())
+
+        tensors = dict(zip(names, values))
+        return differentiable(launch, tensors, options) if needs_gradient(tensors) else launch(**tensors)
+
+    def step(*values: Tensor) -> Tensor:
+        return loss(*torch.ops.kda_tl_test.kda(*values, pack))
+
+    library = torch.library.Library("kda_tl_test", "FRAGMENT")
+    arguments = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor initial_state, Tensor cu_seqlens"
+    library.define(f"kda({arguments}) -> (Tensor, Tensor)")
+    library.impl("kda", run, "CPU")
+    library.impl("kda", with_gradients, "Autograd")
+    torch.library.register_fake("kda_tl_test::kda", shapes, lib=library)
+    expected = truth(x, options, cu_seqlens=pack)
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = {key: tensor.clone().requires_grad_() for key, tensor in x.items()}
+        call(*leaves.values()).backward()
+        for key, leaf in leaves.items():
+            assert leaf.grad is not None and error(leaf.grad, expected[key]) < 1e-5, key
