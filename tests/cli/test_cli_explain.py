@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kda_tl
-from kda_tl.ops.chunk_kda import plan_chunk_kda
+
 from kda_tl.registry import Registry
 
 
@@ -43,7 +43,7 @@ def test_another_machines_plan(run) -> None:
 
 
 def test_artifacts_that_serve_are_named(run, roots) -> None:
-    registry, plan = Registry(roots[1]), plan_chunk_kda(*tensors(1, 64, 1, 1))
+    registry, plan = Registry(roots[1]), kda_tl.explain("chunk_kda", *tensors(1, 64, 1, 1))
     for number, launch in enumerate(plan.launches):
         registry.put("artifacts", f"id-{number}", {"lib.so": b""}, {})
         registry.publish("cpu", {launch.spec.key: {"id": f"id-{number}"}})
