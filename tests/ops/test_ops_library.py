@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rule_inputs import OPS, call, every_rule, inputs  # noqa: F401
+from chunk_kda_cases import relative_error
+from rule_inputs import OPS, call, every_rule, inputs, truth  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_tl
@@ -97,6 +98,80 @@ def test_torch_accepts_the_registration(rule: str) -> None:
 def test_torch_accepts_the_registration_of_writes_in_place() -> None:
     pool = torch.randn(3, 1, 64, 64)
     torch.library.opcheck(*registered("gdn", initial_state=pool, state_indices=torch.tensor([2]), null_index=0))
+
+
+def gradients(rule: str, x: dict[str, torch.Tensor], run: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """Of a loss over o and the final state, by every input."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in x.items()}
+    o, state = run(rule, leaves, **options)[:2]
+    generator = torch.Generator().manual_seed(7)
+    weight = (torch.randn(part.shape, generator=generator) for part in (o, state))
+    sum((part.double() * w).sum() for part, w in zip((o, state), weight)).backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("rule", OPS)
+def test_gradients_reach_every_input(rule: str) -> None:
+    x = inputs(rule, 70, B=2, H=1, HV=1 if rule == "rwkv6" else 2)
+    found = gradients(rule, x, call, output_final_state=True)
+    expected = gradients(rule, {name: tensor.double() for name, tensor in x.items()}, truth)
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and relative_error(gradient, expected[name]) < 1e-4, name
+
+
+def compiled_call(rule: str, x: dict[str, torch.Tensor], **options: Any) -> Any:
+    return torch.compile(lambda x: call(rule, x, **options), fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("rule", ["kda", "gdn", "linear_attention"])
+def test_compiled_gradients_equal_eager_ones(rule: str) -> None:
+    """fla#52."""
+    x, options = inputs(rule, 70, N=2), {"output_final_state": True, "cu_seqlens": torch.tensor([0, 30, 66])}
+    found, expected = gradients(rule, x, compiled_call, **options), gradients(rule, x, call, **options)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+        assert name in ("initial_state", "bonus") or not gradient[:, 66:].any()
+
+
+def test_gradients_pass_norm_gate_sigmoid_and_padding() -> None:
+    x = inputs("kda", 20, K=40, V=72)
+    raw = {"A_log": torch.tensor([0.3]), "dt_bias": torch.linspace(-1, 1, 40)}
+
+    def by_op(rule: str, leaves: dict[str, torch.Tensor]) -> Any:
+        return call(rule, leaves, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                    use_beta_sigmoid_in_kernel=True)  # fmt: skip
+
+    def by_definition(rule: str, leaves: dict[str, torch.Tensor]) -> Any:
+        rate, bias = leaves.pop("A_log"), leaves.pop("dt_bias")
+        for name in ("q", "k"):
+            leaves[name] = leaves[name] / (leaves[name].square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        g = -rate.exp() * torch.nn.functional.softplus(leaves.pop("g") + bias)
+        return truth(rule, {**leaves, "g": g, "beta": leaves["beta"].sigmoid()})
+
+    found = gradients("kda", {**x, **raw}, by_op)
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in {**x, **raw}.items()}
+    o, state = by_definition("kda", dict(leaves))
+    generator = torch.Generator().manual_seed(7)
+    sum((part * torch.randn(part.shape, generator=generator)).sum() for part in (o, state)).backward()
+    for name, gradient in found.items():
+        assert relative_error(gradient, leaves[name].grad) < 1e-4, name
+
+
+def test_gradients_of_nothing() -> None:
+    """MoonshotAI/FlashKDA#32."""
+    x = inputs("kda", 0, N=2)
+    found = gradients("kda", x, call, cu_seqlens=torch.tensor([0, 0, 0]), output_final_state=True)
+    assert all(gradient.shape == x[name].shape for name, gradient in found.items())
+
+
+def test_a_call_of_the_registered_op_is_differentiated_too() -> None:
+    op, values = registered("kda")
+    q = values[0].clone().requires_grad_()
+    o, _, _ = op(q, *values[1:])
+    assert o.requires_grad and torch.autograd.grad(o.sum(), q)[0].any()
+    op, values = registered("kda", initial_state=torch.zeros(1, 1, 64, 64), state_indices=torch.tensor([0]))
+    with pytest.raises(NotImplementedError, match=r"^q requires a gradient"):
+        op(q, *values[1:])
 
 
 def test_fake_tensors_have_the_shapes_dtypes_and_strides_of_real_ones() -> None:
