@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ParamSpec
 
 import torch
@@ -17,6 +18,8 @@ from torch.autograd import forward_ad
 
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import host_offsets
+from kda_tl.ops.gradients import TENSORS as DIFFERENTIATED
+from kda_tl.ops.gradients import Recomputation, differentiable, needs_gradient
 from kda_tl.ops.prefill import Results, allocate, forward
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_types
 
@@ -126,6 +129,11 @@ def refuse_gradients(op: Op, a: Arguments, why: str = "has no backward") -> None
             )
 
 
+def _recomputation(op: Op, a: Arguments) -> Recomputation:
+    shared = {f.name: getattr(a, f.name) for f in fields(Recomputation) if f.name != "rule"}
+    return Recomputation(rule=op.rule, **shared)
+
+
 def register(op: Op) -> None:
     """Defines both variants, with what they do on a device, under a fake mode and for a gradient."""
 
@@ -157,7 +165,22 @@ def register(op: Op) -> None:
         return o, states
 
     def gradient(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        refuse_gradients(op, Arguments(*values))
+        a = Arguments(*values)
+        if a.return_intermediate_states:
+            refuse_gradients(op, a, "returns intermediate states, which have no backward")
+        with torch.no_grad():
+            refuse_gradients(op, a, "has no forward mode")
+        tensors = {name: getattr(a, name) for name in DIFFERENTIATED}
+
+        def launch(**given: Tensor) -> tuple[Tensor, Tensor]:
+            with torch._C._AutoDispatchBelowAutograd():
+                named = zip(Arguments._fields, values)
+                o, final, _ = getattr(torch.ops.kda_tl, op.name).default(*(given.get(name, x) for name, x in named))
+            return o, final
+
+        if needs_gradient(tensors):
+            o, final = differentiable(launch, tensors, _recomputation(op, a))
+            return o, absent(final, a), absent(None, a)
         with torch._C._AutoDispatchBelowAutograd():
             found: tuple[Tensor, Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name).default(*values)
         return found
