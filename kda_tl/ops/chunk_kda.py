@@ -94,7 +94,11 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         ArtifactMissing: the kernels are not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient, or `cp_context` is given.
+        NotImplementedError: `cp_context` is given; an input requires a gradient and `state_indices` or
+            `return_intermediate_states` is given; an input has a forward-mode tangent.
+
+    Gradients: every input that requires one gets it, by recomputing the chunk form in torch (`kda_tl.ops.gradients`): right,
+    and much slower than the forward call. Without cu_seqlens_cpu, backward waits for cu_seqlens.
     """
     if "transpose_state_layout" in kwargs:
         state_v_first = renamed(kwargs, "transpose_state_layout", "state_v_first")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -191,3 +192,9 @@ def test_the_version_of_nvcc(run, monkeypatch, line: str, status: str) -> None:
 
 def test_the_driver_that_is_needed_is_the_archs() -> None:
     assert {row.min_driver for row in ARCHS.values() if not row.is_cpu} == {580}
+
+
+def test_every_variable_that_something_reads_is_known() -> None:
+    root = Path(doctor.__file__).resolve().parents[1]
+    used = {name for path in root.rglob("*.py") for name in re.findall(r"\bKDA_TL_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert used <= set(doctor.KNOWN_VARIABLES)

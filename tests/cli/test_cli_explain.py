@@ -72,7 +72,9 @@ def test_damaged_manifest(run, roots) -> None:
         ("chunk_kda --heads 2 --lengths 5,x", "--lengths"),
         ("chunk_kda --heads 2 --lengths 5,-1", "--lengths"),
         ("chunk_kda --heads 2 --lengths 50,50 --tokens 99", "--tokens"),
-        ("chunk_nothing --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_glaa --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_kda --heads 2 --tokens 5 --head-dim-k 0", "--head-dim-k"),
+        ("chunk_kda --heads 2 --tokens 5 --dtype int8", "--dtype"),
         ("chunk_kda --heads 2 --tokens 5 --arch sm_70", "--arch"),
     ],
 )
