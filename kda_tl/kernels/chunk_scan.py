@@ -33,7 +33,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     uniform: 1 for a dense batch; load_state, masked, store_final_state, indexed, store_states: flags of the tensors above;
     null_index: of state_indices, one that stands for no state; segments: per sequence; segment_chunks: chunks of a segment.
     What a flag leaves unread may be any tensor of its rank and dtype.
-    Packed batches run one more sequence, the tokens past cu_seqlens[N], whose outputs are zero.
+    Packed batches run one more sequence, the tokens past cu_seqlens[N]. Its outputs are zero, and so are those of a sequence that
+    has no state in the pool.
     """
     if schedule.variant == "warp_specialized":
         from kda_tl.kernels import chunk_scan_warp_specialized
@@ -92,7 +93,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
             first, length, first_slot, ends, state_slot = where[5], where[6], where[7], where[8], where[9]
             first_v = where[0] * block_v
 
-            if sequence < num_seqs:
+            if sequence < num_seqs and state_slot >= 0:
                 state = t.fragment((K, block_v), "float32")
                 state_operand = t.shared((K, block_v), operand_dtype)
                 gated = t.shared((C, K), operand_dtype)
@@ -110,7 +111,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                 if segment > 0:
                     for d, j in t.parallel(K, block_v):
                         state[d, j] = segment_states[sequence, segment, value_head, d, first_v + j]
-                elif starts != 0 and state_slot >= 0:
+                elif starts != 0:
                     for d, j in t.parallel(K, block_v):
                         state[d, j] = initial_state[state_slot, value_head, d, first_v + j]
                 else:
@@ -173,10 +174,10 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     product(t, gated, u_operand, state, K, block_v, C, transpose_A=True)
                     for d, j in t.parallel(K, block_v):
                         state[d, j] = state[d, j] / down
-                if store_final_state != 0 and ends != 0 and state_slot >= 0:
+                if store_final_state != 0 and ends != 0:
                     for d, j in t.parallel(K, block_v):
                         final_state[state_slot, value_head, d, first_v + j] = state[d, j]
-            elif segment == 0:
+            else:
                 for chunk in T.serial(T.truncdiv(length + (C - 1), C)):
                     for i, j in t.parallel(C, block_v):
                         if chunk * C + i < length:

@@ -124,7 +124,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
 
             tx = T.get_thread_binding()
 
-            if sequence < num_seqs:
+            if sequence < num_seqs and state_slot >= 0:
                 if tx < 128:
                     T.set_max_nreg(schedule.state_registers, schedule.state_registers > 128)
                     current = T.alloc_var("float32", init=1.0)
@@ -139,7 +139,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     if segment > 0:
                         for d, j in T.Parallel(K, block_v):
                             state[d, j] = segment_states[sequence, segment, value_head, d, first_v + j]
-                    elif starts != 0 and state_slot >= 0:
+                    elif starts != 0:
                         for d, j in T.Parallel(K, block_v):
                             state[d, j] = initial_state[state_slot, value_head, d, first_v + j]
                     else:
@@ -177,7 +177,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                         T.barrier_arrive(u_free)
                         T.barrier_arrive(end_free[i % stages])
                         T.sync_threads(4, 128)
-                    if store_final_state != 0 and ends != 0 and state_slot >= 0:
+                    if store_final_state != 0 and ends != 0:
                         for d, j in T.Parallel(K, block_v):
                             final_state[state_slot, value_head, d, first_v + j] = state[d, j] * inverse_power_of_two(current)
                 elif tx < 256:

@@ -96,7 +96,9 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 k_rows = t.column_pairs(C, K, operand_dtype, parts)
                 norms = t.shared((2, C), "float32")
                 log_decays = t.shared((C, K if per_key else 1), "float32")
-                sums = PartSums(t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32"))
+                sums = PartSums(
+                    t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
+                )
                 beta_tile = t.shared((C,), "float32")
                 bonus_row = t.shared((K,), "float32")
                 left = t.shared((C, K), operand_dtype)

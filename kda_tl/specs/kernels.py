@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec"]
+__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec", "spec_of_key"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("none", "scalar", "per_key")
@@ -103,3 +103,34 @@ class ChunkScanSpec(KernelSpec):
 
 
 KERNEL_SPECS: dict[str, type[KernelSpec]] = {spec.kernel: spec for spec in (ChunkWySpec, ChunkScanSpec)}
+
+
+def spec_of_key(key: str) -> KernelSpec:
+    """The spec whose `key` this is; fields that it leaves out have their defaults.
+
+    Raises:
+        ValueError: it names no kernel, or a field or value that the kernel does not have.
+    """
+    name, bracket, rest = key.strip().partition("[")
+    if name not in KERNEL_SPECS:
+        raise ValueError(f"a spec is KERNEL[FIELD=VALUE,...] with KERNEL one of {', '.join(KERNEL_SPECS)}, got {key!r}")
+    if bracket and not rest.endswith("]"):
+        raise ValueError(f"a spec is KERNEL[FIELD=VALUE,...], got {key!r}")
+    kind = KERNEL_SPECS[name]
+    defaults = {f.name: f.default for f in fields(kind)}
+    given: dict[str, object] = {}
+    for part in filter(None, rest.removesuffix("]").split(",")):
+        field, _, text = (word.strip() for word in part.partition("="))
+        if field not in defaults or field in given:
+            raise ValueError(f"{name} takes each of {', '.join(defaults)} once, got {part.strip()!r} in {key!r}")
+        given[field] = _read(text, defaults[field])
+    return kind(**given)
+
+
+def _read(text: str, default: object) -> object:
+    """Keys hold str(value): a truth value, a number, or a word, as the field's default says."""
+    if text == "None":
+        return None
+    if text in ("True", "False"):
+        return text == "True"
+    return text if isinstance(default, str) or not text.lstrip("-").isdecimal() else int(text)

@@ -131,7 +131,9 @@ def store_level_within_parts(t, q_rows, k_rows, decay, left, right, chunk_size, 
                     for j in t.pair():
                         left[packed + s, pair * 2 + j] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
                     for j in t.pair():
-                        left[chunk_size // 2 + packed + s, pair * 2 + j] = q_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                        left[chunk_size // 2 + packed + s, pair * 2 + j] = (
+                            q_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                        )
                 else:
                     for j in t.pair():
                         left[packed, pair * 2 + j] = k_rows[t.at(part, pair, reference, j)]
