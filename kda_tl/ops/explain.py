@@ -7,10 +7,16 @@ from typing import Any
 
 from kda_tl.ops.chunk_kda import chunk_kda, plan_chunk_kda
 from kda_tl.ops.plan import Plan
+from kda_tl.ops.recurrent_gdn import plan_recurrent_gdn, recurrent_gdn
+from kda_tl.ops.recurrent_kda import plan_recurrent_kda, recurrent_kda
 
 __all__ = ["explain"]
 
-PLANNERS: dict[str, Callable[..., Plan]] = {chunk_kda.__name__: plan_chunk_kda}
+PLANNERS: dict[str, Callable[..., Plan]] = {
+    chunk_kda.__name__: plan_chunk_kda,
+    recurrent_kda.__name__: plan_recurrent_kda,
+    recurrent_gdn.__name__: plan_recurrent_gdn,
+}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
