@@ -23,7 +23,6 @@ from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.kernels.tiles.threads import WARP, block_sums, each_thread, lane_sums, own, registers, unrolled, vectorized
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSchedule, RecurrentDecodeSpec
-from kda_tl.specs.gates import GateForm
 
 
 def has(flags, flag):
@@ -65,95 +64,94 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
         """The row of the state that a lane has as its i-th."""
         return (i // vector * lanes + lane) * vector + i % vector
 
+    # What a thread knows of the token at hand. Loads and their uses are apart: a value that is touched is waited for.
+    NARROW = {"q": channels, "k": channels, "g": channels, "v": values, "beta": 1}  # of dtype
+    WIDE = {"g_wide": channels, "bias": channels, "bonus": channels, "A_log": 1, "beta_wide": 1}  # float32
+    offset = {}
+    for sizes in (NARROW, WIDE):
+        total = 0
+        for name, size in sizes.items():
+            offset[name], total = total, total + size
+
     @T.macro
     def fetch(
-        token,
-        batch,
-        value_head,
-        head,
-        tile,
-        q,
-        k,
-        v,
-        g,
-        g_wide,
-        beta,
-        beta_wide,
-        dt_bias,
-        V,
-        flags,
-        q_raw,
-        k_raw,
-        x,
-        v_raw,
-        b_raw,
+        token, batch, value_head, head, tile, q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, V, flags, narrow, wide
     ):
         """Issues the loads of one token; nothing here waits for them."""
         for thread in each_thread(t, threads):
             for c in unrolled(t, channels):
                 channel = T.min(c * threads + thread, K - 1)
-                q_raw[own(t, thread, c)] = q[batch, token, head, channel]
-                k_raw[own(t, thread, c)] = k[batch, token, head, channel]
-                x[own(t, thread, c)] = 0.0
+                narrow[own(t, thread, offset["q"] + c)] = q[batch, token, head, channel]
+                narrow[own(t, thread, offset["k"] + c)] = k[batch, token, head, channel]
                 if has(flags, DecodeFlag.DECAY):
                     if has(flags, DecodeFlag.WIDE_GATE):
-                        x[own(t, thread, c)] = g_wide[batch, token, value_head, channel]
+                        wide[own(t, thread, offset["g_wide"] + c)] = g_wide[batch, token, value_head, channel]
                     else:
-                        x[own(t, thread, c)] = g[batch, token, value_head, channel]
-                    if has(flags, DecodeFlag.HAS_DT_BIAS):
-                        x[own(t, thread, c)] = x[own(t, thread, c)] + dt_bias[value_head, channel]
+                        narrow[own(t, thread, offset["g"] + c)] = g[batch, token, value_head, channel]
+                if has(flags, DecodeFlag.HAS_DT_BIAS):
+                    wide[own(t, thread, offset["bias"] + c)] = dt_bias[value_head, channel]
+                if has(flags, DecodeFlag.READ_FIRST):
+                    wide[own(t, thread, offset["bonus"] + c)] = bonus[value_head, channel]
             first = T.min(tile * groups + thread // lanes, T.truncdiv(V, values) - 1) * values
             for j in unrolled(t, values):
-                v_raw[own(t, thread, j)] = v[batch, token, value_head, first + j]
-            b_raw[own(t, thread, 0)] = 1.0
+                narrow[own(t, thread, offset["v"] + j)] = v[batch, token, value_head, first + j]
+            if has(flags, DecodeFlag.HAS_A_LOG):
+                wide[own(t, thread, offset["A_log"])] = A_log[value_head]
             if has(flags, DecodeFlag.HAS_BETA):
                 if has(flags, DecodeFlag.WIDE_BETA):
-                    b_raw[own(t, thread, 0)] = beta_wide[batch, token, value_head]
+                    wide[own(t, thread, offset["beta_wide"])] = beta_wide[batch, token, value_head]
                 else:
-                    b_raw[own(t, thread, 0)] = beta[batch, token, value_head]
+                    narrow[own(t, thread, offset["beta"])] = beta[batch, token, value_head]
 
     @T.macro
     def publish(
-        value_head,
-        bonus,
-        rate,
-        flags,
-        gate_form,
-        beta_form,
-        lower_bound,
-        q_raw,
-        k_raw,
-        x,
-        b_raw,
-        sums,
-        decays,
-        keys,
-        queries,
-        warp_sums,
+        flags, gate_form, beta_form, lower_bound, narrow, wide, v_raw, strength, sums, decays, keys, queries, warp_sums
     ):
-        """Works out decay and sums of the token that was fetched, and shares them with the block."""
+        """Works out decay, write strength and sums of the token that was fetched, and shares them with the block."""
         for thread in each_thread(t, threads):
             decay = T.alloc_var("float32", init=1.0)
+            rate = T.alloc_var("float32", init=1.0)
+            x = T.alloc_var("float32", init=0.0)
+            rate = 1.0
+            if has(flags, DecodeFlag.HAS_A_LOG):
+                rate = gate_rate(wide[own(t, thread, offset["A_log"])])
             for m in unrolled(t, 3):
                 sums[own(t, thread, m)] = 0.0
             for c in unrolled(t, channels):
                 channel = c * threads + thread
                 if channel < K:
-                    query, key = q_raw[own(t, thread, c)], k_raw[own(t, thread, c)]
+                    query = T.cast(narrow[own(t, thread, offset["q"] + c)], "float32")
+                    key = T.cast(narrow[own(t, thread, offset["k"] + c)], "float32")
                     decay = 1.0
                     if has(flags, DecodeFlag.DECAY):
-                        decay = T.exp(log_decay(gate_form, x[own(t, thread, c)], rate, lower_bound))
+                        if has(flags, DecodeFlag.WIDE_GATE):
+                            x = wide[own(t, thread, offset["g_wide"] + c)]
+                        else:
+                            x = narrow[own(t, thread, offset["g"] + c)]
+                        if has(flags, DecodeFlag.HAS_DT_BIAS):
+                            x = x + wide[own(t, thread, offset["bias"] + c)]
+                        decay = T.exp(log_decay(gate_form, x, rate, lower_bound))
                     decays[channel] = decay
                     keys[channel] = key
                     sums[own(t, thread, 0)] = sums[own(t, thread, 0)] + query * query
                     sums[own(t, thread, 1)] = sums[own(t, thread, 1)] + key * key
                     if has(flags, DecodeFlag.READ_FIRST):
                         queries[channel] = query
-                        sums[own(t, thread, 2)] = sums[own(t, thread, 2)] + query * key * bonus[value_head, channel]
+                        sums[own(t, thread, 2)] = (
+                            sums[own(t, thread, 2)] + query * key * wide[own(t, thread, offset["bonus"] + c)]
+                        )
                     else:
                         queries[channel] = query * decay
                         sums[own(t, thread, 2)] = sums[own(t, thread, 2)] + query * key
-            b_raw[own(t, thread, 0)] = write_strength(beta_form, b_raw[own(t, thread, 0)])
+            for j in unrolled(t, values):
+                v_raw[own(t, thread, j)] = narrow[own(t, thread, offset["v"] + j)]
+            x = 1.0
+            if has(flags, DecodeFlag.HAS_BETA):
+                if has(flags, DecodeFlag.WIDE_BETA):
+                    x = wide[own(t, thread, offset["beta_wide"])]
+                else:
+                    x = narrow[own(t, thread, offset["beta"])]
+            strength[own(t, thread, 0)] = write_strength(beta_form, x)
         block_sums(t, sums, warp_sums, 3, threads)
 
     @T.macro
@@ -191,28 +189,30 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
 
     @T.macro
     def step(
-        token, batch, value_head, tile, o, V, scale, flags, state, products, v_raw, b_raw, decays, keys, queries, warp_sums
+        token, batch, value_head, tile, o, V, scale, flags, state, products, v_raw, strength, decays, keys, queries, warp_sums
     ):
         """One token: both products with the state, then output and update."""
-        row = T.alloc_local((3, rows), "float32")
+        row = T.alloc_local((3, 4), "float32")
         for thread in each_thread(t, threads):
             lane = thread % lanes
-            for i in unrolled(t, rows // 4):
-                for e in vectorized(t, 4):
-                    row[0, i * 4 + e] = decays[k_of(lane, i * 4) + e]
-                for e in vectorized(t, 4):
-                    row[1, i * 4 + e] = keys[k_of(lane, i * 4) + e]
-                for e in vectorized(t, 4):
-                    row[2, i * 4 + e] = queries[k_of(lane, i * 4) + e]
             for j in unrolled(t, 2 * values):
                 products[own(t, thread, j)] = 0.0
-            for i in unrolled(t, rows):
-                for j in unrolled(t, values):
-                    products[own(t, thread, values + j)] = (
-                        products[own(t, thread, values + j)] + row[2, i] * state[own(t, thread, j, i)]
-                    )
-                    state[own(t, thread, j, i)] = row[0, i] * state[own(t, thread, j, i)]
-                    products[own(t, thread, j)] = products[own(t, thread, j)] + row[1, i] * state[own(t, thread, j, i)]
+            for i in unrolled(t, rows // 4):
+                for e in vectorized(t, 4):
+                    row[0, e] = decays[k_of(lane, i * 4) + e]
+                for e in vectorized(t, 4):
+                    row[1, e] = keys[k_of(lane, i * 4) + e]
+                for e in vectorized(t, 4):
+                    row[2, e] = queries[k_of(lane, i * 4) + e]
+                for e in unrolled(t, 4):
+                    for j in unrolled(t, values):
+                        products[own(t, thread, values + j)] = (
+                            products[own(t, thread, values + j)] + row[2, e] * state[own(t, thread, j, i * 4 + e)]
+                        )
+                        state[own(t, thread, j, i * 4 + e)] = row[0, e] * state[own(t, thread, j, i * 4 + e)]
+                        products[own(t, thread, j)] = (
+                            products[own(t, thread, j)] + row[1, e] * state[own(t, thread, j, i * 4 + e)]
+                        )
         lane_sums(t, products, 2 * values, lanes, threads)
         factor = T.alloc_local((4,), "float32")
         u = T.alloc_local((values,), "float32")
@@ -235,15 +235,15 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
             if has(flags, DecodeFlag.DELTA):
                 factor[3] = factor[1]
             for j in unrolled(t, values):
-                u[j] = b_raw[own(t, thread, 0)] * (v_raw[own(t, thread, j)] - factor[3] * products[own(t, thread, j)])
+                u[j] = strength[own(t, thread, 0)] * (v_raw[own(t, thread, j)] - factor[3] * products[own(t, thread, j)])
                 out[j] = scale * (factor[0] * products[own(t, thread, values + j)] + factor[2] * u[j])
                 u[j] = u[j] * factor[1]
             for i in unrolled(t, rows // 4):
                 for e in vectorized(t, 4):
-                    row[1, i * 4 + e] = keys[k_of(lane, i * 4) + e]
-            for i in unrolled(t, rows):
-                for j in unrolled(t, values):
-                    state[own(t, thread, j, i)] = state[own(t, thread, j, i)] + row[1, i] * u[j]
+                    row[1, e] = keys[k_of(lane, i * 4) + e]
+                for e in unrolled(t, 4):
+                    for j in unrolled(t, values):
+                        state[own(t, thread, j, i * 4 + e)] = state[own(t, thread, j, i * 4 + e)] + row[1, e] * u[j]
             if (lane == 0) & (first < V):
                 for w in unrolled(t, values // 4):
                     for e in vectorized(t, 4):
@@ -323,7 +323,13 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
                 else:
                     where[7] = seq_len - where[6]
             batch, start, length = where[5], where[6], where[7]
-            # The slots, less one: 0 is null.
+            narrow = registers(t, threads, (sum(NARROW.values()),), dtype)
+            wide = registers(t, threads, (sum(WIDE.values()),), "float32")
+            # Ahead of what depends on the slot, whose index is still on its way.
+            if (length > 0) & (request < N):
+                fetch(start, batch, value_head, head, tile, q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, V,
+                      flags, narrow, wide)  # fmt: skip
+            # The slots, plus one: 0 is null.
             if request < N:
                 where[8] = request + 1
                 where[9] = request + 1
@@ -338,31 +344,23 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
             if (where[8] > 0) & (where[9] > 0):
                 state = registers(t, threads, (values, rows), "float32")
                 raw = registers(t, threads, (values * rows,), state_dtype)
-                q_raw = registers(t, threads, (channels,), "float32")
-                k_raw = registers(t, threads, (channels,), "float32")
-                x = registers(t, threads, (channels,), "float32")
                 v_raw = registers(t, threads, (values,), "float32")
-                b_raw = registers(t, threads, (1,), "float32")
+                strength = registers(t, threads, (1,), "float32")
                 sums = registers(t, threads, (3,), "float32")
                 products = registers(t, threads, (2 * values,), "float32")
-                rate = T.alloc_var("float32", init=1.0)
                 from_zero = T.alloc_var("int32", init=0)
                 decays = t.shared((K,), "float32")
                 keys = t.shared((K,), "float32")
                 queries = t.shared((K,), "float32")
                 warp_sums = t.shared((3, warps), "float32")
+                # Read back for every further token, so that no address of its loads is kept through the loop in registers.
+                place = t.shared((4,), "int32")
 
-                rate = 1.0
-                if (gate_form == int(GateForm.SOFTPLUS)) | (gate_form == int(GateForm.BOUNDED)):
-                    rate = gate_rate(A_log[value_head])
                 from_zero = 1
                 if has(flags, DecodeFlag.LOAD_STATE):
                     from_zero = 0
                     if has(flags, DecodeFlag.LOAD_FLAGS):
                         from_zero = T.if_then_else(starts[request] == 0, 1, 0)
-                if length > 0:
-                    fetch(start, batch, value_head, head, tile, q, k, v, g, g_wide, beta, beta_wide, dt_bias, V, flags,
-                          q_raw, k_raw, x, v_raw, b_raw)  # fmt: skip
                 if from_zero == 0:
                     load(state_in, in_slot, value_head, tile, V, flags, raw)
                 else:
@@ -370,17 +368,23 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
                         for i in unrolled(t, values * rows):
                             raw[own(t, thread, i)] = 0.0
                 if length > 0:
-                    publish(value_head, bonus, rate, flags, gate_form, beta_form, lower_bound, q_raw, k_raw, x, b_raw, sums,
-                            decays, keys, queries, warp_sums)  # fmt: skip
+                    publish(flags, gate_form, beta_form, lower_bound, narrow, wide, v_raw, strength, sums, decays, keys,
+                            queries, warp_sums)  # fmt: skip
+                for thread in each_thread(t, threads):
+                    if thread == 0:
+                        place[0] = batch
+                        place[1] = value_head
+                        place[2] = head
+                        place[3] = tile
                 widen(flags, raw, state)
                 for token in T.serial(length):
-                    step(start + token, batch, value_head, tile, o, V, scale, flags, state, products, v_raw, b_raw,
+                    step(start + token, batch, value_head, tile, o, V, scale, flags, state, products, v_raw, strength,
                          decays, keys, queries, warp_sums)  # fmt: skip
                     if token + 1 < length:
-                        fetch(start + token + 1, batch, value_head, head, tile, q, k, v, g, g_wide, beta, beta_wide,
-                              dt_bias, V, flags, q_raw, k_raw, x, v_raw, b_raw)  # fmt: skip
-                        publish(value_head, bonus, rate, flags, gate_form, beta_form, lower_bound, q_raw, k_raw, x, b_raw,
-                                sums, decays, keys, queries, warp_sums)  # fmt: skip
+                        fetch(start + token + 1, place[0], place[1], place[2], place[3], q, k, v, g, g_wide, beta, beta_wide,
+                              A_log, dt_bias, bonus, V, flags, narrow, wide)  # fmt: skip
+                        publish(flags, gate_form, beta_form, lower_bound, narrow, wide, v_raw, strength, sums, decays, keys,
+                                queries, warp_sums)  # fmt: skip
                 if has(flags, DecodeFlag.STORE_STATE):
                     store(state_out, out_slot, value_head, tile, V, flags, state)
             else:

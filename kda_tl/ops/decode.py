@@ -301,7 +301,7 @@ def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: 
         else:
             flags, g_wide = flags | DecodeFlag.WIDE_GATE, decay.to(torch.float32)
         if p.gate_form in (GateForm.SOFTPLUS, GateForm.BOUNDED) and c.A_log is not None:
-            A_log = _values(c.A_log).to(torch.float32)
+            flags, A_log = flags | DecodeFlag.HAS_A_LOG, _values(c.A_log).to(torch.float32)
         if p.gate_form != GateForm.IDENTITY and c.dt_bias is not None:
             flags |= DecodeFlag.HAS_DT_BIAS
             bias = _values(c.dt_bias).to(torch.float32)

@@ -38,6 +38,7 @@ class DecodeFlag(IntFlag):
     INDEXED_OUT = 8192  # the same of where it is written
     V_FIRST_IN = 16384  # the pool that is read is [slots, HV, V, K], else [slots, HV, K, V]
     V_FIRST_OUT = 32768  # the same of the pool that is written
+    HAS_A_LOG = 65536
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RecurrentDecodeSchedule(Schedule):
     threads: int = 128
     lanes_k: int = 8
     values: int = 4
-    min_blocks: int = 4
+    min_blocks: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
