@@ -38,7 +38,7 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
     cu_seqlens [N + 1] int32 (any one-element tensor where UNIFORM); state_indices [N] int32; starts [N] uint8, 0 where the
     state starts from zero; o [B, T, HV, V] dtype, contiguous, out; state_in, state_out [slots, HV, outer, inner] state_dtype,
     (outer, inner) = (V, K) where V_FIRST and (K, V) otherwise, inner contiguous, rows aligned to 16 bytes; may be one tensor;
-    scale, lower_bound: float32; flags: int32, `DecodeFlag`; gate_form, beta_form: int32; null_index: int32.
+    N: int32, requests; scale, lower_bound: float32; flags: int32, `DecodeFlag`; gate_form, beta_form: int32; null_index: int32.
 
     A slot that is null_index, negative or beyond a pool that is indexed is null: its outputs are zero, no state is touched.
     Packed batches run one more request, the tokens past cu_seqlens[N], whose outputs are zero.
@@ -54,10 +54,14 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
     v_vector = min(values, vector)
     channels = -(-K // threads)  # whose gate a thread works out
     warps = threads // WARP
-    B, seq_len, H, HV, N, V, num_offsets = T.dynamic("B, seq_len, H, HV, N, V, num_offsets")
-    in_slots, in_outer, in_inner, out_slots, out_outer, out_inner = T.dynamic(
-        "in_slots, in_outer, in_inner, out_slots, out_outer, out_inner"
-    )
+    B, seq_len, H, HV, V, num_offsets = T.dynamic("B, seq_len, H, HV, V, num_offsets")
+    # What a call may lack has sizes of its own: any tensor of that rank stands in for it. The op has checked those that it has.
+    g_sizes, wide_sizes = T.dynamic("g0, g1, g2, g3"), T.dynamic("gw0, gw1, gw2, gw3")
+    beta_sizes, beta_wide_sizes = T.dynamic("beta0, beta1, beta2"), T.dynamic("betaw0, betaw1, betaw2")
+    bias_sizes, bonus_sizes = T.dynamic("bias0, bias1"), T.dynamic("bonus0, bonus1")
+    A_size, indices_size, starts_size = T.dynamic("A0, indices0, starts0")
+    in_slots, in_heads, in_outer, in_inner = T.dynamic("in_slots, in_heads, in_outer, in_inner")
+    out_slots, out_heads, out_outer, out_inner = T.dynamic("out_slots, out_heads, out_outer, out_inner")
     in_strides, out_strides = run_time_strides("in", "nho"), run_time_strides("out", "nho")
 
     def k_of(lane, i):
@@ -276,19 +280,20 @@ def program(spec: RecurrentDecodeSpec, schedule: RecurrentDecodeSchedule, arch: 
         q: T.StridedTensor((B, seq_len, H, K), run_time_strides("q", "bthk"), dtype),
         k: T.StridedTensor((B, seq_len, H, K), run_time_strides("k", "bthk"), dtype),
         v: T.StridedTensor((B, seq_len, HV, V), run_time_strides("v", "bthv"), dtype),
-        g: T.StridedTensor((B, seq_len, HV, K), run_time_strides("g", "bthk"), dtype),
-        g_wide: T.StridedTensor((B, seq_len, HV, K), run_time_strides("gw", "bthk"), "float32"),
-        beta: T.StridedTensor((B, seq_len, HV), run_time_strides("beta", "bth"), dtype),
-        beta_wide: T.StridedTensor((B, seq_len, HV), run_time_strides("betaw", "bth"), "float32"),
-        A_log: T.StridedTensor((HV,), run_time_strides("A", "h"), "float32"),
-        dt_bias: T.StridedTensor((HV, K), run_time_strides("bias", "hk"), "float32"),
-        bonus: T.StridedTensor((HV, K), run_time_strides("bonus", "hk"), "float32"),
+        g: T.StridedTensor(g_sizes, run_time_strides("g", "bthk"), dtype),
+        g_wide: T.StridedTensor(wide_sizes, run_time_strides("gw", "bthk"), "float32"),
+        beta: T.StridedTensor(beta_sizes, run_time_strides("beta", "bth"), dtype),
+        beta_wide: T.StridedTensor(beta_wide_sizes, run_time_strides("betaw", "bth"), "float32"),
+        A_log: T.StridedTensor((A_size,), run_time_strides("A", "h"), "float32"),
+        dt_bias: T.StridedTensor(bias_sizes, run_time_strides("bias", "hk"), "float32"),
+        bonus: T.StridedTensor(bonus_sizes, run_time_strides("bonus", "hk"), "float32"),
         cu_seqlens: T.Tensor((num_offsets,), "int32"),
-        state_indices: T.StridedTensor((N,), run_time_strides("indices", "n"), "int32"),
-        starts: T.StridedTensor((N,), run_time_strides("starts", "n"), "uint8"),
+        state_indices: T.StridedTensor((indices_size,), run_time_strides("indices", "n"), "int32"),
+        starts: T.StridedTensor((starts_size,), run_time_strides("starts", "n"), "uint8"),
         o: T.Tensor((B, seq_len, HV, V), dtype),
-        state_in: T.StridedTensor((in_slots, HV, in_outer, in_inner), (*in_strides, 1), state_dtype),
-        state_out: T.StridedTensor((out_slots, HV, out_outer, out_inner), (*out_strides, 1), state_dtype),
+        state_in: T.StridedTensor((in_slots, in_heads, in_outer, in_inner), (*in_strides, 1), state_dtype),
+        state_out: T.StridedTensor((out_slots, out_heads, out_outer, out_inner), (*out_strides, 1), state_dtype),
+        N: T.int32,
         scale: T.float32,
         lower_bound: T.float32,
         flags: T.int32,

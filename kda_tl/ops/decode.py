@@ -5,6 +5,7 @@ Every rule of the family is the same kernel with other run-time flags (`kda_tl.k
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 
 __all__ = ["DecodeCall", "bind", "plan", "refuse_unknown", "run"]
 
+F = {flag.name: int(flag) for flag in DecodeFlag}  # plain numbers: an IntFlag takes a microsecond to combine
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 V_MULTIPLE = 8
 LARGEST_V = 1024
@@ -150,7 +152,7 @@ def _check(c: DecodeCall) -> _Problem:
     _check_states(c, N, HV, K, V, device)
     _refuse_gradients(c)
     state_dtype = c.initial_state.dtype if c.initial_state is not None else torch.float32
-    spec = _spec(c, arch, K, state_dtype)
+    spec = _spec(arch, c.q_name, K, q.dtype, state_dtype)
     strength = BetaForm.TWICE_SIGMOID if c.allow_neg_eigval else BetaForm.SIGMOID
     return _Problem(
         B, T, N, H, HV, K, V, arch, spec,
@@ -219,12 +221,11 @@ def _check_states(c: DecodeCall, N: int, HV: int, K: int, V: int, device: torch.
     _check_optional("initial_state", c.initial_state, device, FLOAT_DTYPES, f"[{leading}, {layout}]", [shape])
 
 
-def _spec(c: DecodeCall, arch: str, K: int, state_dtype: torch.dtype) -> RecurrentDecodeSpec:
+@functools.lru_cache(maxsize=256)
+def _spec(arch: str, q_name: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) -> RecurrentDecodeSpec:
     """The shipped spec that serves the call: narrow activations as they are where one takes them, else in float32."""
-    if arch == "cpu":
-        wanted = [("float32", "float32")]
-    else:
-        wanted = [(_name(c.q.dtype), _name(state_dtype)), ("float32", _name(state_dtype))]
+    state = "float32" if arch == "cpu" else _name(state_dtype)
+    wanted = [("float32", state)] if arch == "cpu" else [(_name(dtype), state), ("float32", state)]
     shipped = [s for s in decode_specs(arch) if isinstance(s, RecurrentDecodeSpec)]
     for pair in wanted:
         for spec in shipped:
@@ -232,11 +233,11 @@ def _spec(c: DecodeCall, arch: str, K: int, state_dtype: torch.dtype) -> Recurre
                 return spec
     sizes = sorted({s.head_dim_k for s in shipped})
     if K not in sizes:
-        raise ValueError(f"K, the last size of {c.q_name}, must be {' or '.join(map(str, sizes))}, got {K}")
+        raise ValueError(f"K, the last size of {q_name}, must be {' or '.join(map(str, sizes))}, got {K}")
     served = ", ".join(f"{s.dtype} with {s.state_dtype} states" for s in shipped if s.head_dim_k == K)
     raise TypeError(
-        f"{c.q_name} must have a dtype that is served together with that of initial_state: for K = {K}, {served}; "
-        f"got {_name(c.q.dtype)} with {_name(state_dtype)} states"
+        f"{q_name} must have a dtype that is served together with that of initial_state: for K = {K}, {served}; "
+        f"got {_name(dtype)} with {_name(state_dtype)} states"
     )
 
 
@@ -278,72 +279,83 @@ def _final_state(c: DecodeCall, p: _Problem) -> Tensor | None:
     return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=c.v.device)
 
 
+@dataclass(frozen=True)
+class _Absent:
+    """Stand-ins for what a call lacks, one per rank. The kernel never reads them, so they may outlive any memory pool."""
+
+    rank: tuple[Tensor, ...]  # of the activations
+    wide: tuple[Tensor, ...]  # float32
+    state: Tensor
+    integer: Tensor
+    byte: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def _absent(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype) -> _Absent:
+    def ranks(of: torch.dtype) -> tuple[Tensor, ...]:
+        one = torch.empty(8, dtype=of, device=device)[:1]
+        return tuple(one.view((1,) * rank) for rank in range(1, 5))
+
+    integer = torch.empty(1, dtype=torch.int32, device=device)
+    return _Absent(ranks(dtype), ranks(torch.float32), ranks(state_dtype)[3], integer, integer.view(torch.uint8)[:1])
+
+
 def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: Tensor | None) -> None:
     """One kernel on the current stream. It reads and writes the caller's own memory, whatever the strides."""
     dtype, device = _torch_dtype(p.spec.dtype), c.q.device
-    q, k, v = (_values(x).to(dtype) for x in (c.q, c.k, c.v))
-    flags = DecodeFlag.UNIFORM if c.cu_seqlens is None else DecodeFlag(0)
-    flags |= DecodeFlag.DELTA if c.delta else DecodeFlag(0)
-    flags |= DecodeFlag.READ_FIRST if c.read_first else DecodeFlag(0)
-    flags |= DecodeFlag.L2NORM if c.use_qk_l2norm_in_kernel else DecodeFlag(0)
-    # Tensors that the call does not have: their shapes are checked by the kernel, their values are not read.
-    nothing = torch.empty((), dtype=torch.float32, device=device)
-    nothing_narrow = nothing if dtype == torch.float32 else torch.empty((), dtype=dtype, device=device)
-    per_key, per_head = (p.B, p.T, p.HV, p.K), (p.B, p.T, p.HV)
-    g, g_wide = nothing_narrow.expand(per_key), nothing.expand(per_key)
-    beta, beta_wide = nothing_narrow.expand(per_head), nothing.expand(per_head)
-    A_log, dt_bias, bonus = nothing.expand(p.HV), nothing.expand(p.HV, p.K), nothing.expand(p.HV, p.K)
+    none = _absent(device, dtype, _torch_dtype(p.spec.state_dtype))
+    q, k, v = _values(c.q, dtype), _values(c.k, dtype), _values(c.v, dtype)
+    flags = F["UNIFORM"] * (c.cu_seqlens is None) | F["DELTA"] * c.delta | F["READ_FIRST"] * c.read_first
+    flags |= F["L2NORM"] * bool(c.use_qk_l2norm_in_kernel)
+    g, beta, g_wide, beta_wide = none.rank[3], none.rank[2], none.wide[3], none.wide[2]
+    A_log, dt_bias, bonus = none.wide[0], none.wide[1], none.wide[1]
     if c.g is not None and c.g_axes:
-        flags |= DecodeFlag.DECAY
-        decay = _values(c.g) if c.g_axes == "hk" else _values(c.g).unsqueeze(-1).expand(per_key)
+        flags |= F["DECAY"]
+        decay = _values(c.g) if c.g_axes == "hk" else _values(c.g).unsqueeze(-1).expand(p.B, p.T, p.HV, p.K)
         if decay.dtype == dtype and dtype != torch.float32:
             g = decay
         else:
-            flags, g_wide = flags | DecodeFlag.WIDE_GATE, decay.to(torch.float32)
+            flags, g_wide = flags | F["WIDE_GATE"], decay.to(torch.float32)
         if p.gate_form in (GateForm.SOFTPLUS, GateForm.BOUNDED) and c.A_log is not None:
-            flags, A_log = flags | DecodeFlag.HAS_A_LOG, _values(c.A_log).to(torch.float32)
+            flags, A_log = flags | F["HAS_A_LOG"], _values(c.A_log, torch.float32)
         if p.gate_form != GateForm.IDENTITY and c.dt_bias is not None:
-            flags |= DecodeFlag.HAS_DT_BIAS
-            bias = _values(c.dt_bias).to(torch.float32)
+            flags, bias = flags | F["HAS_DT_BIAS"], _values(c.dt_bias, torch.float32)
             dt_bias = bias.unsqueeze(-1).expand(p.HV, p.K) if c.g_axes == "h" else bias.reshape(p.HV, p.K)
     if c.beta is not None:
-        flags |= DecodeFlag.HAS_BETA
+        flags |= F["HAS_BETA"]
         if c.beta.dtype == dtype and dtype != torch.float32:
             beta = _values(c.beta)
         else:
-            flags, beta_wide = flags | DecodeFlag.WIDE_BETA, _values(c.beta).to(torch.float32)
+            flags, beta_wide = flags | F["WIDE_BETA"], _values(c.beta, torch.float32)
     if c.bonus is not None:
-        bonus = _values(c.bonus).to(torch.float32)
-    integer = torch.empty(1, dtype=torch.int32, device=device)
-    offsets = integer if c.cu_seqlens is None else c.cu_seqlens.to(torch.int32).contiguous()
-    indices, starts = integer.expand(p.N), torch.empty(1, dtype=torch.uint8, device=device).expand(p.N)
-    absent = torch.empty((), dtype=_torch_dtype(p.spec.state_dtype), device=device)
-    state_in = state_out = absent.as_strided((1, p.HV, 1, 1), (0, 0, 0, 1))
+        bonus = _values(c.bonus, torch.float32)
+    offsets = none.integer if c.cu_seqlens is None else c.cu_seqlens.to(torch.int32).contiguous()
+    indices, starts, state_in, state_out = none.integer, none.byte, none.state, none.state
     if c.state_indices is not None:
         indices = c.state_indices.to(torch.int32)
-        flags |= DecodeFlag.INDEXED_IN
-        if c.inplace:
-            flags |= DecodeFlag.INDEXED_OUT
+        flags |= F["INDEXED_IN"] | F["INDEXED_OUT"] * bool(c.inplace)
     if state is not None:
-        flags |= DecodeFlag.LOAD_STATE
         state_in, v_first = _pool("initial_state", _values(state), c.state_v_first, may_copy=not c.inplace)
-        flags |= DecodeFlag.V_FIRST_IN if v_first else DecodeFlag(0)
+        flags |= F["LOAD_STATE"] | F["V_FIRST_IN"] * v_first
         if c.has_initial_state is not None:
-            flags |= DecodeFlag.LOAD_FLAGS
-            starts = c.has_initial_state.view(torch.uint8)
+            flags, starts = flags | F["LOAD_FLAGS"], c.has_initial_state.view(torch.uint8)
     if final is not None:
-        flags |= DecodeFlag.STORE_STATE
-        state_out, v_first = _pool("initial_state", final, c.state_v_first, may_copy=False)
-        flags |= DecodeFlag.V_FIRST_OUT if v_first else DecodeFlag(0)
+        state_out, v_first = _pool("initial_state", _values(final), c.state_v_first, may_copy=False)
+        flags |= F["STORE_STATE"] | F["V_FIRST_OUT"] * v_first
     dispatcher.kernel(p.spec, p.arch, device)(
         q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, offsets, indices, starts, o, state_in, state_out,
-        p.K**-0.5 if c.scale is None else float(c.scale), 0.0 if c.lower_bound is None else float(c.lower_bound),
-        int(flags), int(p.gate_form), int(p.beta_form), -1 if c.null_index is None else c.null_index,
+        p.N, p.K**-0.5 if c.scale is None else float(c.scale), 0.0 if c.lower_bound is None else float(c.lower_bound),
+        flags, int(p.gate_form), int(p.beta_form), -1 if c.null_index is None else c.null_index,
     )  # fmt: skip
 
 
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_neg()
+def _values(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Without what only autograd and lazy negation know of, which a kernel cannot read."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _pool(name: str, state: Tensor, v_first: bool, may_copy: bool) -> tuple[Tensor, bool]:

@@ -64,6 +64,7 @@ PARAMETERS: dict[str, dict[str, tuple[int, str | None]]] = {
         "o": (4, None),
         "state_in": (4, "state"),
         "state_out": (4, "state"),
+        "N": (0, "int32"),
         **dict.fromkeys(("scale", "lower_bound"), (0, "float32")),
         **dict.fromkeys(("flags", "gate_form", "beta_form", "null_index"), (0, "int32")),
     },
