@@ -297,7 +297,8 @@ def _absent(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype) 
         return tuple(one.view((1,) * rank) for rank in range(1, 5))
 
     integer = torch.empty(1, dtype=torch.int32, device=device)
-    return _Absent(ranks(dtype), ranks(torch.float32), ranks(state_dtype)[3], integer, integer.view(torch.uint8)[:1])
+    state = torch.empty(8, dtype=state_dtype, device=device).as_strided((1, 1, 1, 1), (8, 8, 8, 1))
+    return _Absent(ranks(dtype), ranks(torch.float32), state, integer, integer.view(torch.uint8)[:1])
 
 
 def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: Tensor | None) -> None:
@@ -362,9 +363,11 @@ def _pool(name: str, state: Tensor, v_first: bool, may_copy: bool) -> tuple[Tens
     """The states as the kernel takes them, [slots, HV, outer, inner] with a contiguous inner axis, and whether that is K."""
     if state.stride(-1) != 1 and state.stride(-2) == 1:
         state, v_first = state.transpose(-1, -2), not v_first
-    aligned = state.data_ptr() % 16 == 0 and all(
-        stride * state.itemsize % 16 == 0 or size == 1 for stride, size in zip(state.stride()[:3], state.shape, strict=False)
-    )
+    # The kernel's launcher holds the strides of axes of size 1 to the same rule, though nothing is ever reached by them.
+    strides = [8 if size == 1 else stride for size, stride in zip(state.shape, state.stride(), strict=True)][:3]
+    if state.stride(-1) == 1 and list(state.stride()[:3]) != strides:
+        state = state.as_strided(state.shape, (*strides, 1))
+    aligned = state.data_ptr() % 16 == 0 and all(stride * state.itemsize % 16 == 0 for stride in strides)
     if state.stride(-1) == 1 and aligned:
         return state, v_first
     if not may_copy:

@@ -271,4 +271,5 @@ CASES = [
     DecodeCase("V256", V=256, HV=2),
     DecodeCase("beta-absent", beta="absent"),
     DecodeCase("one-head", H=1, HV=1, N=1),
+    DecodeCase("one-head-strided", H=1, HV=1, N=1, strided=True, v_first=False),
 ]
