@@ -41,12 +41,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, An
             calls.append({"arch": arch, "specs": list(specs), "root": registry.root, "jobs": jobs})
             if before and arch in before:
                 raise before[arch]
-            for spec in specs:
-                known = (registry.root / "artifacts" / spec.kernel).is_dir()
+            for number, spec in enumerate(specs):
+                id = f"{spec.kernel}-{number}"
+                known = (registry.root / "artifacts" / id).is_dir()
                 meta = {} if arch == "cpu" else FIGURES
-                registry.put("artifacts", spec.kernel, {"lib.so": bytes(1536)}, meta)
+                registry.put("artifacts", id, {"lib.so": bytes(1536)}, meta)
                 assert progress is not None
-                progress(BuildResult(spec, spec.kernel, 0.0 if known else 1.5, compiled=not known))
+                progress(BuildResult(spec, id, 0.0 if known else 1.5, compiled=not known))
                 if after and arch in after:
                     raise after[arch]
             return []
