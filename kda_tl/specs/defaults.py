@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.decode import decode_specs
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.prefill import prefill_specs
 
@@ -14,4 +15,4 @@ MAX_PROGRAMS = 120
 
 def default_specs(arch: str) -> list[KernelSpec]:
     """Every spec that ships for `arch`. Raises ValueError for an unknown arch."""
-    return prefill_specs(arch_row(arch).is_cpu)
+    return [*prefill_specs(arch_row(arch).is_cpu), *decode_specs(arch)]
