@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_tl.ops.checks import check_cu_seqlens, check_dtype, check_shape, check_tensors
+from kda_tl.ops.context import local_sequences, takes_context
 from kda_tl.ops.plan import Launch, Plan
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
 from kda_tl.runtime import dispatcher
@@ -63,6 +64,7 @@ class Problem:
         return ChunkScanSpec(self.K, self.V, CHUNK_SIZE, str(self.kernel_dtype).removeprefix("torch."))
 
 
+@takes_context
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -114,6 +116,9 @@ def chunk_kda(
         cu_seqlens: [N + 1] int32 or int64, offsets of N sequences packed along T, with B = 1. Output past the last is zero.
         cu_seqlens_cpu: the same values on the host, so that they can be checked without a sync.
         A_log: [HV]. dt_bias: [HV * K] or [HV, K].
+        cp_context: a `kda_tl.ContextParallel` or a context of flash-linear-attention, where other processes hold parts of the
+            sequences. Collective: every rank calls. cu_seqlens may be left out; states have a row per local sequence, and
+            which of them count is said at `ContextParallel`.
         chunk_size: 64.
         safe_gate, disable_recompute, use_graph, max_num_seqs: accepted for flash-linear-attention's sake. They choose among
             its kernels; ours are right for any gate, keep nothing, and need no flag to be captured in a graph.
@@ -124,16 +129,17 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         ArtifactMissing: the kernels are not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient, or `return_intermediate_states` or `cp_context` is asked for.
+        NotImplementedError: an input requires a gradient, or `return_intermediate_states` is asked for.
+        ContextParallelError: another rank of cp_context failed; the message names it.
     """
     if "transpose_state_layout" in kwargs:
-        warnings.warn("transpose_state_layout is now named state_v_first", DeprecationWarning, stacklevel=2)
+        warnings.warn("transpose_state_layout is now named state_v_first", DeprecationWarning, stacklevel=3)
         state_v_first = bool(kwargs.pop("transpose_state_layout"))
     _check_options(chunk_size, kwargs.keys())
     if return_intermediate_states:
         raise NotImplementedError("return_intermediate_states must be False: intermediate states are not stored yet")
     if cp_context is not None:
-        raise NotImplementedError("cp_context must be None: context parallelism is not available yet")
+        cu_seqlens, cu_seqlens_cpu = cp_context.sequences(q, cu_seqlens, cu_seqlens_cpu)
     problem = _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, cu_seqlens_cpu)
     gate_parameters = {"A_log": A_log, "dt_bias": dt_bias} if use_gate_in_kernel else {}
     for name, tensor in gate_parameters.items():
@@ -154,12 +160,15 @@ def chunk_kda(
     if use_qk_l2norm_in_kernel:
         q, k = (l2norm(tensor.float()).to(problem.kernel_dtype) for tensor in (q, k))
 
+    state_in = _as_k_first(initial_state, state_v_first)
+    if cp_context is not None:
+        state_in = cp_context.initial_state(k, v, g, beta, state_in)
     o = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=problem.kernel_dtype, device=v.device)
     shape = (problem.V, problem.K) if state_v_first else (problem.K, problem.V)
     state = torch.empty((problem.N, problem.HV, *shape), dtype=torch.float32, device=v.device) if output_final_state else None
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
         _launch(problem, q, k, v, g, beta, problem.K**-0.5 if scale is None else float(scale), cu_seqlens, o,
-                _as_k_first(initial_state, state_v_first), _as_k_first(state, state_v_first))  # fmt: skip
+                state_in, _as_k_first(state, state_v_first))  # fmt: skip
     return o.to(v.dtype), state
 
 
@@ -170,8 +179,8 @@ def plan_chunk_kda(*args: Any, **kwargs: Any) -> Plan:
     a = call.arguments
     _check_options(a["chunk_size"], a["kwargs"].keys() - {"transpose_state_layout"})
     state_v_first = bool(a["kwargs"].get("transpose_state_layout", a["state_v_first"]))
-    problem = _check(a["q"], a["k"], a["v"], a["g"], a["beta"], a["initial_state"], state_v_first, a["cu_seqlens"],
-                     a["cu_seqlens_cpu"])  # fmt: skip
+    sequences = local_sequences("chunk_kda", a["cp_context"], a["q"], a["cu_seqlens"], a["cu_seqlens_cpu"])
+    problem = _check(a["q"], a["k"], a["v"], a["g"], a["beta"], a["initial_state"], state_v_first, *sequences)
     return plan_problem(problem)
 
 

@@ -208,7 +208,7 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
         "return_intermediate_states must be False",
         lambda x: {"return_intermediate_states": True},
     ),
-    ("a context", NotImplementedError, "cp_context must be None", lambda x: {"cp_context": object()}),
+    ("a context", TypeError, "cp_context must be a kda_tl.ContextParallel", lambda x: {"cp_context": object()}),
     (
         "all on a device without kernels",
         kda_tl.UnsupportedDevice,
