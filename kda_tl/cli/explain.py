@@ -6,8 +6,10 @@ import click
 import torch
 
 from kda_tl.cli.shared import arch_option
-from kda_tl.ops.chunk_kda import HEAD_DIM, Problem, plan_problem
-from kda_tl.ops.explain import PLANNERS
+from kda_tl.ops.explain import PLANNERS, PREFILL_OPS
+from kda_tl.ops.offered import MAX_HEAD_DIM_K, MAX_HEAD_DIM_V
+from kda_tl.ops.prefill import plan_problem
+from kda_tl.ops.prefill_checks import Problem
 from kda_tl.registry import RegistryError
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.errors import UnsupportedDevice
@@ -39,6 +41,14 @@ class Lengths(click.ParamType):
 @click.option("--tokens", type=click.IntRange(min=0), help="T, tokens per sequence; of the whole pack with --lengths.")
 @click.option("--heads", type=POSITIVE, required=True, help="H, heads of q and k.")
 @click.option("--value-heads", type=POSITIVE, help="HV, heads of v, a multiple of H.  [default: as many as --heads]")
+@click.option("--head-dim-k", type=click.IntRange(1, MAX_HEAD_DIM_K), default=128, help="K.  [default: 128]")
+@click.option("--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM_V), default=128, help="V.  [default: 128]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    help="Of q, k and v.  [default: bfloat16]",
+)
 @click.option("--batch", type=click.IntRange(min=0), help="B, sequences of equal length.  [default: 1]")
 @click.option("--lengths", type=Lengths(), help="Sequences packed along T (cu_seqlens), e.g. 100,200, instead of --batch.")
 @arch_option("Plan for this architecture.  [default: that of the first CUDA device, cpu where there is none]")
@@ -47,6 +57,9 @@ def explain(
     tokens: int | None,
     heads: int,
     value_heads: int | None,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: str,
     batch: int | None,
     lengths: tuple[int, ...] | None,
     arch: str | None,
@@ -79,7 +92,11 @@ def explain(
     try:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         name = dispatcher.device_arch(device) if arch is None else arch
-        problem = Problem(batch, tokens, sequences, heads, value_heads, HEAD_DIM, HEAD_DIM, lengths is not None, name)
-        click.echo(str(plan_problem(problem)))
+        function = PREFILL_OPS[op].op
+        problem = Problem(
+            function.rule, batch, tokens, sequences, heads, value_heads, head_dim_k, head_dim_v, lengths is not None,
+            getattr(torch, dtype), name,
+        )  # fmt: skip
+        click.echo(str(plan_problem(function, problem)))
     except (RegistryError, UnsupportedDevice) as error:
         raise click.ClickException(str(error)) from None

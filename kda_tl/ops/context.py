@@ -4,13 +4,13 @@ The state after a run of tokens is transition @ S + bias for the state S before 
 `kda_tl.reference.chunk`, step 4). So a process that holds the middle of a sequence needs no token of what comes before, only
 the maps of it. An op takes part in three lines:
 
-    @takes_context                                                                  # outermost, on the public function
-    cu_seqlens, cu_seqlens_cpu = cp_context.sequences(q, cu_seqlens, cu_seqlens_cpu)     # before its checks
-    initial_state = cp_context.initial_state(k, v, g, beta, initial_state)          # after gating, before its scan
+    @takes_context                                                                       # on the public function
+    cu_seqlens, cu_seqlens_cpu = local_sequences(cp_context, q, cu_seqlens, cu_seqlens_cpu)  # before its checks
+    initial_state = cp_context.initial_state(k, v, g, beta, initial_state)               # after gating, before its scan
 
-where `cp_context` has become the `Turn` of this call. Whatever the op raises before it has handed over is told to the others,
-so that they raise too instead of waiting. The final state needs no line: what the scan leaves is the state after the
-last token held here.
+where `cp_context` has become the `Turn` of this call (the prefill ops do this in `prefill_library.public` and
+`prefill_context.receive`). Whatever the op raises before it has handed over is told to the others, so that they raise too
+instead of waiting. The final state needs no line: what the scan leaves is the state after the last token held here.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.checks import check_shape, check_tensors
-from kda_tl.reference import chunk_affine, compose
+from kda_tl.reference import segment_affine
 
-__all__ = ["ContextProtocol", "Turn", "as_context", "local_sequences", "register_adapter", "segment_maps", "takes_context"]
+__all__ = [
+    "ContextProtocol",
+    "Turn",
+    "as_context",
+    "context_place",
+    "has_context",
+    "local_sequences",
+    "register_adapter",
+    "segment_maps",
+    "takes_context",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Span = tuple[int, int, int]  # batch row, first token, last token + 1
 SegmentMaps = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Span]], tuple[Tensor, Tensor]]
-
-CHUNK = 64
-CHUNKS_AT_ONCE = 16  # bounds the memory of segment_maps, about 16 times its inputs in float64 for these tokens
 
 
 @runtime_checkable
@@ -103,9 +110,24 @@ def as_context(given: object) -> ContextProtocol:
 class Turn:
     """One op call of a context. Leaving it with an exception before the exchange takes part in the exchange as a failure."""
 
-    def __init__(self, op: str, context: ContextProtocol, device: torch.device | None) -> None:
-        self.op, self.context, self.device = op, context, device
+    def __init__(
+        self, op: str, context: ContextProtocol, device: torch.device | None = None, args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """device: of the op's tensors, if known. args, kwargs: of the op, with this turn as its cp_context."""
+        self.op, self.context, self.device, self.args, self.kwargs = op, context, device, args, kwargs or {}
         self._done = False
+
+    @staticmethod
+    def of(op: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Turn:
+        """Of a call op(*args, **kwargs) that has a context. Raises TypeError where that is none."""
+        context = as_context(args[place] if len(args) > place else kwargs["cp_context"])
+        device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        turn = Turn(op, context, device)
+        positional = len(args) > place
+        turn.args = (*args[:place], turn, *args[place + 1 :]) if positional else args
+        turn.kwargs = kwargs if positional else {**kwargs, "cp_context": turn}
+        return turn
 
     def __enter__(self) -> Turn:
         return self
@@ -123,31 +145,6 @@ class Turn:
             self._done = True
             with suppress(Exception):  # the op's own error is the one to see
                 self.context.withdraw(self.op, error, self.device)
-
-    def sequences(
-        self, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The local (cu_seqlens, cu_seqlens_cpu): the caller may leave them out. q [B, T, ..] must be what the context says."""
-        check_tensors(q=q)
-        context = self.context
-        if q.dim() < 2:
-            raise ValueError(f"q must have shape [B, T, H, K], got {list(q.shape)}")
-        B, T = q.shape[:2]
-        if not context.is_packed:
-            if cu_seqlens is not None:
-                raise ValueError("cu_seqlens must be None: cp_context is one of a dense batch")
-            if context.num_local != B or context.num_tokens != T:
-                raise ValueError(
-                    f"q must have B = {context.num_local} and T = {context.num_tokens} on this rank of cp_context, "
-                    f"got B = {B} and T = {T}"
-                )
-            return None, cu_seqlens_cpu
-        if B != 1 or context.num_tokens > T:
-            raise ValueError(
-                f"q must have B = 1 and T of at least {context.num_tokens} on this rank of cp_context, got B = {B} and T = {T}"
-            )
-        resolved = context.cu_seqlens(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, q.device)
-        return resolved, torch.tensor(context.offsets, dtype=torch.int32)
 
     def refuse_gradients(self, **tensors: Tensor | None) -> None:
         """NotImplementedError where one of them requires a gradient: no gradient crosses from one process to another."""
@@ -204,32 +201,62 @@ class Turn:
         return transition, bias
 
 
+def context_place(op: Callable[..., Any]) -> int | None:
+    """Which argument cp_context is; None where the op has none."""
+    names = list(inspect.signature(op).parameters)
+    return names.index("cp_context") if "cp_context" in names else None
+
+
+def has_context(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[place] if len(args) > place else kwargs.get("cp_context")) is not None
+
+
 def takes_context(op: Callable[P, R]) -> Callable[P, R]:
     """The op with a `Turn` in the place of its argument cp_context; where that is None, the op as it is."""
-    place = list(inspect.signature(op).parameters).index("cp_context")
+    place = context_place(op)
+    if place is None:
+        raise TypeError(f"{op.__name__} must have an argument cp_context")
     untyped: Callable[..., R] = op  # a Turn is no value for cp_context in the op's own signature
 
     @functools.wraps(op)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = args[place] if len(args) > place else kwargs.get("cp_context")
-        if given is None:
+        if not has_context(place, args, kwargs):
             return op(*args, **kwargs)
-        device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        with Turn(op.__name__, as_context(given), device) as turn:
-            if len(args) > place:
-                return untyped(*args[:place], turn, *args[place + 1 :], **kwargs)
-            return untyped(*args, **{**kwargs, "cp_context": turn})
+        with Turn.of(op.__name__, place, args, kwargs) as turn:
+            return untyped(*turn.args, **turn.kwargs)
 
     return call
 
 
 def local_sequences(
-    op: str, cp_context: object, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+    cp_context: object, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(cu_seqlens, cu_seqlens_cpu) as the op will see them, with no communication: for planning."""
+    """The local (cu_seqlens, cu_seqlens_cpu): the caller may leave them out. Without a context, what the caller gave.
+
+    q [B, T, ..] must be as many tokens as the context says. No communication, so that a plan can be made by one rank.
+    """
     if cp_context is None:
         return cu_seqlens, cu_seqlens_cpu
-    return Turn(op, as_context(cp_context), None).sequences(q, cu_seqlens, cu_seqlens_cpu)
+    context = cp_context.context if isinstance(cp_context, Turn) else as_context(cp_context)
+    check_tensors(q=q)
+    if q.dim() < 2:
+        raise ValueError(f"q must have shape [B, T, H, K], got {list(q.shape)}")
+    B, T = q.shape[:2]
+    if not context.is_packed:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None: cp_context is one of a dense batch")
+        if context.num_local != B or context.num_tokens != T:
+            raise ValueError(
+                f"q must have B = {context.num_local} and T = {context.num_tokens} on this rank of cp_context, "
+                f"got B = {B} and T = {T}"
+            )
+        return None, cu_seqlens_cpu
+    if B != 1 or context.num_tokens > T:
+        raise ValueError(
+            f"q must have B = 1 and T of at least {context.num_tokens} on this rank of cp_context, got B = {B} and T = {T}"
+        )
+    resolved = context.cu_seqlens(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, q.device)
+    return resolved, torch.tensor(context.offsets, dtype=torch.int32)
 
 
 def segment_maps(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -242,22 +269,6 @@ def segment_maps(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Sequence[
     transitions = torch.empty((len(spans), HV, K, K), dtype=torch.float32, device=v.device)
     biases = torch.empty((len(spans), HV, K, V), dtype=torch.float32, device=v.device)
     for n, (row, first, last) in enumerate(spans):
-        M = torch.eye(K, dtype=torch.float64, device=v.device).expand(HV, K, K)
-        B = torch.zeros((HV, K, V), dtype=torch.float64, device=v.device)
-        for start in range(first, last, CHUNKS_AT_ONCE * CHUNK):
-            tokens = slice(start, min(start + CHUNKS_AT_ONCE * CHUNK, last))
-            # A padded token changes nothing: g = 0 keeps the state, beta = 0 writes nothing.
-            k_c, v_c, g_c, beta_c = (_chunks(x[row, tokens], HV) for x in (k, v, g, beta.unsqueeze(-1)))
-            M_chunks, B_chunks = chunk_affine(k_c, v_c, g_c, beta_c.squeeze(-1))
-            for c in range(M_chunks.shape[1]):
-                M, B = compose((M_chunks[:, c], B_chunks[:, c]), (M, B))
-        transitions[n], biases[n] = M, B
+        k_n, v_n, g_n, beta_n = (x[row, first:last].double().transpose(0, 1) for x in (k, v, g, beta))
+        transitions[n], biases[n] = segment_affine(k_n.repeat_interleave(HV // len(k_n), 0), v_n, g_n, beta_n)
     return transitions, biases
-
-
-def _chunks(x: Tensor, HV: int) -> Tensor:
-    """[tokens, heads, D] -> [HV, chunks, CHUNK, D] in float64, zero past the end."""
-    x = x.double().transpose(0, 1)
-    x = x.repeat_interleave(HV // x.shape[0], 0)
-    x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % CHUNK))
-    return x.unflatten(1, (-1, CHUNK))

@@ -10,5 +10,10 @@ __all__ = ["default_specs"]
 
 def default_specs(arch: str) -> list[KernelSpec]:
     """Every spec that ships for `arch`. Raises ValueError for an unknown arch."""
-    dtype = "float32" if arch_row(arch).is_cpu else "bfloat16"
-    return [ChunkWySpec(dtype=dtype), ChunkScanSpec(dtype=dtype)]
+    is_cpu = arch_row(arch).is_cpu
+    dtype = "float32" if is_cpu else "bfloat16"
+    sizes = (128, 64) if is_cpu else (128,)
+    return [
+        *(ChunkWySpec(K, dtype=dtype) for K in sizes),
+        *(ChunkScanSpec(K, V, dtype=dtype) for K in sizes for V in sizes),
+    ]

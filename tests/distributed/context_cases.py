@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kda_tl
 from kda_tl.distributed import ContextParallel, Layout, Piece
-from kda_tl.ops.context import Turn, segment_maps, takes_context
+from kda_tl.ops.context import Turn, local_sequences, segment_maps, takes_context
 from kda_tl.reference import recurrent_kda
 
 WORLD = 5
@@ -46,7 +46,7 @@ def plain_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """An op of any head dims whose scan is the float64 recurrence, so that all error is that of the exchange."""
     if isinstance(cp_context, Turn):
-        cu_seqlens, cu_seqlens_cpu = cp_context.sequences(q, cu_seqlens, cu_seqlens_cpu)
+        cu_seqlens, _ = local_sequences(cp_context, q, cu_seqlens, cu_seqlens_cpu)
         if v.dim() != 4:
             raise ValueError(f"v must have shape [B, T, HV, V], got {list(v.shape)}")
         initial_state = cp_context.initial_state(k, v, g, beta, initial_state, maps)
@@ -61,6 +61,10 @@ def hasty_op(q: Tensor, cp_context: Any = None) -> Tensor:
 
 def chunk_kda(**x: Any) -> tuple[Tensor, Tensor | None]:
     return kda_tl.chunk_kda(output_final_state=True, **x)
+
+
+def chunk_gdn(**x: Any) -> tuple[Tensor, Tensor | None]:
+    return kda_tl.chunk_gdn(output_final_state=True, **x)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Case:
     def inputs(self) -> dict[str, Tensor]:
         """The whole of every tensor."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-        K, V = (128, 128) if self.op is chunk_kda else (16, 24)
+        K, V = (16, 24) if self.op is plain_op else (128, 128)
         B, T = (1, sum(self.lengths)) if self.layout.is_packed else (len(self.lengths), max(self.lengths, default=0))
 
         def normal(*shape: int) -> Tensor:
@@ -210,6 +214,8 @@ CASES = [
     Case("kda-masked", Layout.packed(KERNEL_PACK, [0, 70, 133, 200]), chunk_kda, "masked", initial_state=False),
     Case("kda-empty-ranks", Layout.packed([0, 130], [0, 0, 50, 50, 130, 130]), chunk_kda, "weak"),
     Case("kda-dense", Layout.dense(2, [0, 65, 100]), chunk_kda, "strong", options={"state_v_first": True}),
+    Case("gdn", Layout.packed(KERNEL_PACK, [0, 70, 133, 200]), chunk_gdn, "strong", scalar_gate=True, HV=2),
+    Case("gdn-batch", Layout.dense(2, [0, 30, 30, 100]), chunk_gdn, scalar_gate=True, options={"state_v_first": True}),
     Case("kda-fla", Layout.packed([0, 30, 130], [0, 65, 130]), chunk_kda, "weak", make="fla"),
 ]
 
@@ -268,7 +274,6 @@ def run_failures(group: dist.ProcessGroup) -> dict[str, dict[str, Any]]:
 @takes_context
 def other_op(cp_context: Any = None, **x: Any) -> Any:
     k, v, g, beta = (x[name] for name in ("k", "v", "g", "beta"))
-    cp_context.sequences(k, None, None)
     return cp_context.initial_state(k, v, g, beta, x["initial_state"]), None
 
 

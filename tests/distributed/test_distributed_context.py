@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chunk_kda_cases import relative_error
-from context_cases import CASES, TOKENS, WORLD, Case, chunk_kda, work
+from context_cases import CASES, TOKENS, WORLD, Case, chunk_gdn, chunk_kda, work
 
 from kda_tl.distributed import ContextParallel, Layout
 from kda_tl.reference import recurrent_kda
@@ -157,4 +157,5 @@ def test_without_a_process_group() -> None:
 
 def test_the_kernels_run_here() -> None:
     assert {case.ranks for case in CASES if case.op is chunk_kda} == {2, 3, 5}
+    assert {case.ranks for case in CASES if case.op is chunk_gdn} == {3}
     assert {case.ranks for case in CASES} == {1, 2, 3, 5}

@@ -100,7 +100,9 @@ def test_a_piece_that_began_elsewhere_hands_over_its_bare_map(sequences: int) ->
         ({"q": torch.zeros(3)}, ValueError, "q must have shape"),
         ({"q": torch.zeros(2, 70, 1, 128)}, ValueError, "B = 1 and T of at least 70"),
         ({"g": torch.zeros(1, 70, 3, 128)}, ValueError, "g must have shape"),
-        ({"scale": "a", "beta": None}, TypeError, "beta must be a torch.Tensor"),
+        ({"beta": None}, TypeError, "beta must be a torch.Tensor"),
+        ({"scale": "a"}, TypeError, "scale must be a number"),
+        ({"state_indices": torch.tensor([0, 1])}, NotImplementedError, "state_indices must be None with cp_context"),
         ({"nonsense": 1}, TypeError, "nonsense"),
     ],
 )

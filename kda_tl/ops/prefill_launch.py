@@ -1,0 +1,142 @@
+"""The only place that knows the prefill kernels: which ones a problem takes, what they read, and how they are called.
+
+Gate, l2 norm and sigmoid run here as torch operations, and a scalar or absent decay is written out per key, because the kernels
+of today take none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.offered import shipped_k, v_runs
+from kda_tl.ops.plan import Launch, counted
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
+from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
+from kda_tl.runtime import dispatcher
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+
+__all__ = ["activated", "launch", "launches", "workspace_bytes"]
+
+
+@functools.lru_cache(maxsize=256)
+def _specs(K: int, V: int, dtype: torch.dtype) -> tuple[ChunkWySpec, tuple[tuple[int, int, ChunkScanSpec], ...], torch.dtype]:
+    """chunk_wy; (first column, columns, chunk_scan) of every run over V; the dtype of the workspace."""
+    K, name = shipped_k(K), str(dtype).removeprefix("torch.")
+    wy = ChunkWySpec(K, CHUNK_SIZE, name)
+    scans = tuple((first, columns, ChunkScanSpec(K, size, CHUNK_SIZE, name)) for first, columns, size in v_runs(V))
+    return wy, scans, getattr(torch, wy.operand_dtype)
+
+
+def launches(problem: Problem) -> tuple[Launch, ...]:
+    """What `launch` launches, in order."""
+    wy, scans, _ = _specs(problem.K, problem.V, problem.kernel_dtype)
+    heads = counted(problem.HV, "head")
+    sequences = counted(problem.N + problem.packed, "sequence")
+    return (
+        Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}"),
+        *(Launch(scan, f"{sequences} x {heads} x V tiles") for _, _, scan in scans),
+    )
+
+
+def workspace_bytes(problem: Problem) -> int:
+    operand_dtype = _specs(problem.K, problem.V, problem.kernel_dtype)[2]
+    return 2 * problem.slots * problem.HV * CHUNK_SIZE**2 * operand_dtype.itemsize
+
+
+def launch(problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
+    """All kernels of a problem with at least one token and one sequence, on the current stream.
+
+    o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
+    """
+    if not problem.rule.delta:
+        raise NotImplementedError(f"the kernels have no rule without the delta correction yet, got {problem.rule}")
+    q, k, g, beta = activated(problem, a)
+    v = a.v.to(problem.kernel_dtype)
+    scale = problem.K**-0.5 if a.scale is None else float(a.scale)
+    wy_spec, scans, operand_dtype = _specs(problem.K, problem.V, problem.kernel_dtype)
+    K = wy_spec.head_dim_k
+    if K != problem.K:
+        q, k, g = (_padded(x, K - problem.K) for x in (q, k, g))
+    q, k, g = _readable(q), _readable(k), _readable(g)
+    device = q.device
+    if a.cu_seqlens is None:
+        offsets = torch.empty(1, dtype=torch.int32, device=device)
+    else:
+        offsets = a.cu_seqlens.to(torch.int32).contiguous()
+    A_inv, P = torch.empty((2, problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE), dtype=operand_dtype, device=device)
+    uniform = 0 if problem.packed else 1
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dispatcher.kernel(wy_spec, problem.arch, device)(q, k, g, beta, offsets, A_inv, P, uniform)
+        for first, columns, spec in scans:
+            V = spec.head_dim_v
+            whole = columns == V and K == problem.K
+            v_run, o_run = (x if columns == problem.V else x[..., first : first + columns] for x in (v, o))
+            state_in, state_out = (
+                None if x is None else x if columns == problem.V else x[..., first : first + columns]
+                for x in (initial_state, final_state)
+            )
+            absent = torch.empty((), dtype=torch.float32, device=device).expand(problem.N, problem.HV, K, V)
+            if whole:
+                o_kernel, out_kernel = o_run, absent if state_out is None else state_out
+            else:
+                v_run = _padded(v_run, V - columns)
+                o_kernel = torch.empty(v_run.shape, dtype=o.dtype, device=device)
+                out_kernel = absent if state_out is None else torch.empty(absent.shape, dtype=torch.float32, device=device)
+                if state_in is not None:
+                    state_in = torch.nn.functional.pad(state_in, (0, V - columns, 0, K - problem.K))
+            dispatcher.kernel(spec, problem.arch, device)(
+                q, k, _readable(v_run), g, offsets, A_inv, P, o_kernel, absent if state_in is None else state_in, out_kernel,
+                scale, uniform, int(state_in is not None), int(state_out is not None),
+            )  # fmt: skip
+            if not whole:
+                o_run.copy_(o_kernel[..., :columns])
+                if state_out is not None:
+                    state_out.copy_(out_kernel[..., : problem.K, :columns])
+
+
+def activated(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k in kernel_dtype, g [B, T, HV, K] and beta [B, T, HV] in float32, with norm, gate and sigmoid applied."""
+    q, k, g, beta = a.q, a.k, a.g, a.beta
+    if a.use_qk_l2norm_in_kernel:
+        q, k = l2norm(q.float()), l2norm(k.float())
+    if g is None:
+        g = torch.zeros((1, 1, 1, problem.K), dtype=torch.float32, device=q.device)
+    else:
+        if problem.rule.decay == "scalar":
+            g = g.unsqueeze(-1)
+        if a.use_gate_in_kernel:
+            bias = a.dt_bias
+            if bias is not None and problem.rule.decay == "scalar":
+                bias = bias.unsqueeze(-1)
+            g = kda_gate(g.float(), a.A_log, bias, a.lower_bound)
+    g = g.float().expand(problem.B, problem.T, problem.HV, problem.K)
+    assert beta is not None
+    beta = beta_sigmoid(beta.float(), a.allow_neg_eigval) if a.use_beta_sigmoid_in_kernel else beta.float()
+    return q.to(problem.kernel_dtype), k.to(problem.kernel_dtype), g, _plain(beta)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """As a kernel may take it: no gradient, no negative bit."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _padded(tensor: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, columns)) if columns else tensor
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """As the kernels read it: contiguous rows that start at multiples of 16 bytes, any other strides. Else one copy."""
+    tensor = _plain(tensor)
+    *strides, last = tensor.stride()
+    rows = 16 // tensor.itemsize
+    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % rows for stride in strides):
+        return tensor
+    # clone, not contiguous(): that keeps an odd stride where the size is 1.
+    return tensor.clone(memory_format=torch.contiguous_format)
