@@ -256,7 +256,7 @@ def local_sequences(
             f"q must have B = 1 and T of at least {context.num_tokens} on this rank of cp_context, got B = {B} and T = {T}"
         )
     resolved = context.cu_seqlens(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, q.device)
-    return resolved, torch.tensor(context.offsets, dtype=torch.int32)
+    return resolved, context.cu_seqlens(None, torch.device("cpu"))
 
 
 def segment_maps(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
