@@ -16,7 +16,7 @@ __all__ = ["TENSORS", "Arguments", "Op"]
 class Arguments(NamedTuple):
     """The arguments of a call in the order of the registered op's schema. Shapes and dtypes as in `chunk_kda`.
 
-    bonus: [HV, K], of the current token, where the rule reads first. state_indices and null_index come last: only the in-place
+    bonus: [H, K], of the current token, where the rule reads first. state_indices and null_index come last: only the in-place
     variant of the registered op has them.
     """
 

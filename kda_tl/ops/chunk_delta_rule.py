@@ -39,7 +39,7 @@ def chunk_delta_rule(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """DeltaNet, forward: KDA without a decay (arXiv 2406.06484).
+    """DeltaNet: KDA without a decay (arXiv 2406.06484).
 
     The first ten arguments are those of flash-linear-attention 0.6, which has no others. Arguments, results and errors are
     those of `chunk_kda`. The definition is `kda_tl.reference.recurrent_kda` with g = 0.

@@ -47,7 +47,7 @@ def chunk_gdn(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """Gated DeltaNet, forward: KDA with one decay for all key channels of a head (arXiv 2412.06464).
+    """Gated DeltaNet: KDA with one decay for all key channels of a head (arXiv 2412.06464).
 
     Names, order, shapes and defaults are those of flash-linear-attention 0.6. Arguments, results and errors that are not named
     here are those of `chunk_kda`. The definition is `kda_tl.reference.recurrent_kda` with g [B, T, HV].

@@ -36,7 +36,7 @@ def chunk_gla(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """Gated linear attention, forward: S <- Diag(exp(g)) S + k v^T, o = scale S^T q (arXiv 2312.06635).
+    """Gated linear attention: S <- Diag(exp(g)) S + k v^T, o = scale S^T q (arXiv 2312.06635).
 
     The first ten arguments are those of flash-linear-attention 0.6, which has no others and HV = H. Arguments, results and
     errors are those of `chunk_kda`.

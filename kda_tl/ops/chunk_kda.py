@@ -51,7 +51,7 @@ def chunk_kda(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """Kimi Delta Attention, forward. Per token: decay the state, form the residual against it, write, then read.
+    """Kimi Delta Attention. Per token: decay the state, form the residual against it, write, then read.
 
     Names, order, shapes and defaults are those of flash-linear-attention 0.6. The definition is
     `kda_tl.reference.recurrent_kda`; the source, Kimi Linear (arXiv 2510.26692).
@@ -99,7 +99,10 @@ def chunk_kda(
         TypeError, ValueError: an argument is not as above; the message names it.
         ArtifactMissing: the kernels are not built for this device; the message names the command.
         ContextParallelError: another rank of `cp_context` failed; the message names it.
-        NotImplementedError: an input requires a gradient, or `cp_context` meets `state_indices`.
+        NotImplementedError: an input requires a gradient where `state_indices`, `return_intermediate_states` or `cp_context` is
+            given, or has a forward-mode tangent; or `cp_context` meets `state_indices`.
+
+    Inputs that require a gradient get it by recomputing the chunk form of `kda_tl.reference`: right, and slow.
     """
     if "transpose_state_layout" in kwargs:
         state_v_first = renamed(kwargs, "transpose_state_layout", "state_v_first")

@@ -40,7 +40,7 @@ def chunk_linear_attention(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Linear attention, forward: S <- S + k v^T, o = scale S^T q (arXiv 2006.16236).
+    """Linear attention: S <- S + k v^T, o = scale S^T q (arXiv 2006.16236).
 
     The first eight arguments are those of flash-linear-attention 0.6 (`chunk_linear_attn`), which has HV = H. Arguments,
     results and errors that are not named here are those of `chunk_kda`.

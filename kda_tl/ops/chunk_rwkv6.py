@@ -37,7 +37,7 @@ def chunk_rwkv6(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """RWKV6, forward: o = scale (S^T r + (r . u k) v), then S <- Diag(exp(w)) S + k v^T (arXiv 2404.05892).
+    """RWKV6: o = scale (S^T r + (r . u k) v), then S <- Diag(exp(w)) S + k v^T (arXiv 2404.05892).
 
     The first ten arguments are those of flash-linear-attention 0.6, which has HV = H. Arguments, results and errors that are
     not named here are those of `chunk_kda`.
@@ -45,7 +45,7 @@ def chunk_rwkv6(
     Args:
         r: [B, T, H, K], the receptance: q of the other ops.
         w: [B, T, HV, K], natural-log decay <= 0: g of the other ops.
-        u: [HV, K], the bonus of the current token.
+        u: [H, K], the bonus of the current token.
     """
     a = Arguments(
         q=r,

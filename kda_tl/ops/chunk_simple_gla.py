@@ -38,7 +38,7 @@ def chunk_simple_gla(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """Linear attention with a scalar decay, forward: S <- exp(g) S + k v^T, o = scale S^T q.
+    """Linear attention with a scalar decay: S <- exp(g) S + k v^T, o = scale S^T q.
 
     The first eleven arguments are those of flash-linear-attention 0.6, which has HV = H. Arguments, results and errors that are
     not named here are those of `chunk_kda`.

@@ -149,8 +149,8 @@ def check(op: Op, a: Arguments, fake: bool = False) -> Problem:
             check_shape(op.called("g"), a.g, layout, shape)
     if a.beta is not None and a.beta.shape != (B, T, HV):
         check_shape("beta", a.beta, "[B, T, HV]", (B, T, HV))
-    if a.bonus is not None and a.bonus.shape != (HV, K):
-        check_shape(op.called("bonus"), a.bonus, "[HV, K]", (HV, K))
+    if a.bonus is not None and a.bonus.shape != (H, K):
+        check_shape(op.called("bonus"), a.bonus, "[H, K]", (H, K))
     if a.use_gate_in_kernel:
         _check_gate(op, a, HV, K)
     if a.cu_seqlens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.context import Turn
-from kda_tl.ops.prefill_checks import check, check_on_device, check_types
+from kda_tl.ops.prefill_checks import check, check_on_device
 from kda_tl.ops.prefill_launch import activated
 from kda_tl.ops.prefill_states import load_states
 
@@ -13,7 +13,6 @@ __all__ = ["receive"]
 
 def receive(op: Op, a: Arguments, turn: Turn) -> Arguments:
     """The arguments with the true initial states. Collective; all that can be refused is refused before the others are met."""
-    check_types(op, a)
     if a.state_indices is not None:
         raise NotImplementedError("state_indices must be None with cp_context: states of a pool are not exchanged")
     problem = check(op, a)

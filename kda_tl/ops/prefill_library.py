@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from kda_tl.ops import gradients
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import host_offsets
 from kda_tl.ops.context import Turn, context_place, has_context
@@ -58,6 +59,7 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
             with Turn.of(op.name, place, args, kwargs) as turn:
                 untyped: Any = arguments
                 a = untyped(*turn.args, **turn.kwargs)
+                check_types(op, a)
                 refuse_gradients(op, a, "with cp_context has no backward")
                 found = run(op, receive(op, a, turn))
             return found
@@ -81,7 +83,7 @@ def run(op: Op, a: Arguments) -> Any:
         o, final, states = _call(op, a)
     else:
         if forward_ad._current_level >= 0:
-            refuse_gradients(op, a)
+            refuse_gradients(op, a, "has no forward-mode derivative")
         o, final, states = forward(op, a)
         if states is not None and a.cu_seqlens is not None:
             states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
@@ -121,7 +123,7 @@ def _call(op: Op, a: Arguments) -> Results:
     return o, final, states
 
 
-def refuse_gradients(op: Op, a: Arguments, why: str = "has no backward") -> None:
+def refuse_gradients(op: Op, a: Arguments, why: str) -> None:
     """Neither mode of differentiation may lose an input in silence.
 
     Raises NotImplementedError where one requires a gradient.
@@ -136,6 +138,21 @@ def refuse_gradients(op: Op, a: Arguments, why: str = "has no backward") -> None
             raise NotImplementedError(
                 f"{called} requires a gradient and {op.name} {why}: call it under torch.no_grad(), or detach {called}"
             )
+
+
+def _forward_of(op: Op, a: Arguments) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run_forward(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o, final, _ = getattr(torch.ops.kda_tl, op.name).default(*a._replace(**tensors)[:-2])  # type: ignore[arg-type]
+        return o, final
+
+    return run_forward
+
+
+def _recomputation(op: Op, a: Arguments) -> gradients.Recomputation:
+    return gradients.Recomputation(
+        op.rule, a.scale, a.lower_bound, a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
+        a.allow_neg_eigval, a.state_v_first,
+    )  # fmt: skip
 
 
 def register(op: Op) -> None:
@@ -169,7 +186,14 @@ def register(op: Op) -> None:
         return o, states
 
     def gradient(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        refuse_gradients(op, Arguments(*values))
+        a = Arguments(*values)
+        tensors = {name: getattr(a, name) for name in gradients.TENSORS}
+        if gradients.needs_gradient(tensors):
+            if a.return_intermediate_states:
+                refuse_gradients(op, a, "with return_intermediate_states has no backward")
+            o, final = gradients.differentiable(_forward_of(op, a), tensors, _recomputation(op, a))
+            return o, absent(final, a), absent(None, a)
+        refuse_gradients(op, a, "has no forward-mode derivative")
         with torch._C._AutoDispatchBelowAutograd():
             found: tuple[Tensor, Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name).default(*values)
         return found

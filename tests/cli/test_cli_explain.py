@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kda_tl
-from kda_tl.ops.chunk_kda import plan_chunk_kda
 from kda_tl.registry import Registry
 
 
@@ -43,7 +42,7 @@ def test_another_machines_plan(run) -> None:
 
 
 def test_artifacts_that_serve_are_named(run, roots) -> None:
-    registry, plan = Registry(roots[1]), plan_chunk_kda(*tensors(1, 64, 1, 1))
+    registry, plan = Registry(roots[1]), kda_tl.explain("chunk_kda", *tensors(1, 64, 1, 1))
     for number, launch in enumerate(plan.launches):
         registry.put("artifacts", f"id-{number}", {"lib.so": b""}, {})
         registry.publish("cpu", {launch.spec.key: {"id": f"id-{number}"}})
@@ -70,7 +69,9 @@ def test_damaged_manifest(run, roots) -> None:
         ("chunk_kda --heads 2 --lengths 5,x", "--lengths"),
         ("chunk_kda --heads 2 --lengths 5,-1", "--lengths"),
         ("chunk_kda --heads 2 --lengths 50,50 --tokens 99", "--tokens"),
-        ("chunk_gla --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_glaa --heads 2 --tokens 5", "chunk_kda"),
+        ("chunk_kda --heads 2 --tokens 5 --head-dim-k 256", "--head-dim-k"),
+        ("chunk_kda --heads 2 --tokens 5 --dtype int8", "--dtype"),
         ("chunk_kda --heads 2 --tokens 5 --arch sm_70", "--arch"),
     ],
 )
