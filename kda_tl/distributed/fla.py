@@ -7,6 +7,7 @@ each rank hands over one map, of its last local sequence, and folds those of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,31 +26,38 @@ class FlaContext(RoutedContext):
     """A FLACPContext for our ops. The caller's cu_seqlens is overridden by the context's, as there. Unlike there, initial and
     final states are taken and given, as `ContextParallel` documents. Every rank holds a token."""
 
+    def __init__(self, group: Group, route: Route, offsets: Sequence[int], wrong: str = "") -> None:
+        """wrong: what is not right with its fields, raised where an op asks for the offsets, so that the others are told."""
+        super().__init__(group, route, offsets)
+        self._wrong = wrong
+
     def cu_seqlens(self, given: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor | None:
+        if self._wrong:
+            raise ValueError(f"cp_context{self._wrong}: make it with build_cp_context")
         return super().cu_seqlens(None, device)
 
 
 def from_fla(given: Any) -> FlaContext | None:
     """The context of flash-linear-attention as one of ours, with no communication; None where it is something else.
 
-    Where its cu_seqlens_cpu is None, the offsets are read from the device, which waits for it.
-    Raises ValueError where a field that is needed is None.
+    Where its cu_seqlens_cpu is None, the offsets are read from the device, which waits for it. A field that cannot be is a
+    ValueError of the op that is called with it.
     """
     if not all(hasattr(given, field) for field in FIELDS):
         return None
+    nothing = Route((), (), (), 1, "fla")
+    members = Group(None, 0, 1) if given.group is None else Group.of(given.group)  # None is its word for no parallelism
     if given.cu_seqlens is None:
-        raise ValueError("cp_context.cu_seqlens must be the local offsets, got None: make it with build_cp_context")
+        return FlaContext(members, nothing, [0], ".cu_seqlens must be the local offsets, got None")
     offsets = (given.cu_seqlens if given.cu_seqlens_cpu is None else given.cu_seqlens_cpu).tolist()
-    if given.group is None:  # its word for: no context parallelism
-        return FlaContext(Group(None, 0, 1), Route((), (), (), 1, "fla"), offsets)
-    members = Group.of(given.group)
+    if given.group is None:
+        return FlaContext(members, nothing, offsets)
     before, after = given.pre_num_ranks, given.post_num_ranks
     if before is None or after is None:
-        raise ValueError("cp_context.pre_num_ranks and post_num_ranks must be numbers of ranks, got None: "
-                         "make it with build_cp_context")  # fmt: skip
+        return FlaContext(members, nothing, [0], ".pre_num_ranks and post_num_ranks must be numbers of ranks, got None")
     if not (0 <= before <= members.rank and 0 <= after < members.size - members.rank):
-        raise ValueError(f"cp_context says {before} ranks before this one and {after} after it, but it is rank {members.rank} "
-                         f"of {members.size}")  # fmt: skip
+        wrong = f" says {before} ranks before this one and {after} after it, but it is rank {members.rank} of {members.size}"
+        return FlaContext(members, nothing, [0], wrong)
     route = Route(
         handed_over=(len(offsets) - 2,) if after else (),
         received=(0,) if before else (),

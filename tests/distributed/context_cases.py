@@ -257,6 +257,7 @@ def run_failures(group: dist.ProcessGroup) -> dict[str, dict[str, Any]]:
     fails("hasty", 1, call=lambda cp_context, **x: hasty_op(x["q"], cp_context=cp_context))
     fails("long text", 0, maps=lambda *_: (_ for _ in ()).throw(ValueError("\u2713" * 5000)))
     fails("memory", 2, call=lambda **_: context.exchange("plain_op", (10**12, 128, 128), torch.device("cpu"), None))
+    fails("field", 1, cp_context=SimpleNamespace(**{**vars(fla_like(context, group)), "pre_num_ranks": None}))
     fails("head count", 1, **{n: torch.cat([t, t], 1 if n == "initial_state" else 2) for n, t in part.items()})
     fails("other op", 2, call=other_op)
     other = ContextParallel(Layout.packed(PACK, [0, 2, 201, 286]), group)

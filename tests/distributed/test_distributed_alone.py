@@ -66,8 +66,9 @@ def test_what_is_something_else() -> None:
     ],
 )
 def test_fields_that_cannot_be(change: dict[str, Any], text: str, alone: dist.ProcessGroup) -> None:
-    with pytest.raises(ValueError, match=text):
-        from_fla(SimpleNamespace(**{**FIELDS, "group": alone, **change}))
+    """Refused by the op, in its turn, so that other ranks are told."""
+    with pytest.raises(ValueError, match=f"{text}.*build_cp_context"):
+        plain_op(**inputs(10), cp_context=SimpleNamespace(**{**FIELDS, "group": alone, **change}))
 
 
 @pytest.mark.parametrize(

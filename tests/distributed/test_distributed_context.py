@@ -86,6 +86,7 @@ FAILURES = {
     "gradient": (0, "NotImplementedError", "k requires a gradient"),
     "global offsets": (1, "ValueError", "cu_seqlens must be left out, or be the local offsets"),
     "hasty": (1, "RuntimeError", "hasty_op returned before"),
+    "field": (1, "ValueError", "pre_num_ranks and post_num_ranks must be numbers"),
     "memory": (2, "RuntimeError", "memory"),
     "long text": (0, "ValueError", "\u2713\u2713\u2713"),
 }
