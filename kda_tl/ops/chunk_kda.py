@@ -51,7 +51,7 @@ def chunk_kda(
     null_index: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """Kimi Delta Attention. Per token: decay the state, form the residual against it, write, then read.
+    """Kimi Delta Attention, forward. Per token: decay the state, form the residual against it, write, then read.
 
     Names, order, shapes and defaults are those of flash-linear-attention 0.6. The definition is
     `kda_tl.reference.recurrent_kda`; the source, Kimi Linear (arXiv 2510.26692).
@@ -99,10 +99,11 @@ def chunk_kda(
         TypeError, ValueError: an argument is not as above; the message names it.
         ArtifactMissing: the kernels are not built for this device; the message names the command.
         ContextParallelError: another rank of `cp_context` failed; the message names it.
-        NotImplementedError: an input requires a gradient where `state_indices`, `return_intermediate_states` or `cp_context` is
-            given, or has a forward-mode tangent; or `cp_context` meets `state_indices`.
+        NotImplementedError: an input requires a gradient and `state_indices`, `return_intermediate_states` or `cp_context` is
+            given; `cp_context` meets `state_indices`; an input has a forward-mode tangent.
 
-    Inputs that require a gradient get it by recomputing the chunk form of `kda_tl.reference`: right, and slow.
+    Gradients: every input that requires one gets it, by recomputing the chunk form in torch (`kda_tl.ops.gradients`): right,
+    and much slower than the forward call. Without cu_seqlens_cpu, backward waits for cu_seqlens.
     """
     if "transpose_state_layout" in kwargs:
         state_v_first = renamed(kwargs, "transpose_state_layout", "state_v_first")

@@ -6,7 +6,8 @@ with autograd and hands the gradient of its incoming state to the piece before. 
 piece's intermediates and a state per piece: what autograd keeps per token never exists for more than a piece.
 
 The chunk form is safe backward for any gate (docstring of `kda_tl.reference.chunk`). All is computed in float32, or in
-float64 where an input is float64; gradients have the dtype of their input.
+float64 where an input is float64; gradients have the dtype of their input. Sequences are laid out on the host, so a backward
+cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PARAMETERS = ("bonus", "A_log", "dt_bias")
 CHUNK_SIZE = 64
 SHORT_CHUNK_SIZE = 16  # of sequences that are no longer: a chunk is padded to its size
 CHUNKS_PER_PIECE = 16
-PIECE_ELEMENTS = 2**23  # of one [tokens, HV, max(K, V)] tensor; a piece holds about 70 of them, 2.3 GiB in float32
+PIECE_ELEMENTS = 2**22  # of one [tokens, HV, max(K, V)] tensor; backward holds about 100 of them at once, 1.6 GiB in float32
 
 
 @dataclass(frozen=True)

@@ -114,18 +114,18 @@ def check(op: Op, a: Arguments, fake: bool = False) -> Problem:
     """
     q, k, v = a.q, a.k, a.v
     device = q.device
-    tensors = [(name, tensor) for name, tensor in zip(TENSORS, _tensors(a)) if tensor is not None]
-    for name, tensor in tensors:
+    for name, tensor in zip(TENSORS, (*a[:12], a.state_indices)):
+        if tensor is None:
+            continue
         if tensor.device != device and name not in ("cu_seqlens", "cu_seqlens_cpu"):
             _refuse_device(op, a, name)
+        if tensor.dtype not in DTYPES[name]:
+            check_dtype(op.called(name), tensor, DTYPES[name])
     arch = "" if fake else dispatcher.device_arch(device)
     if q.dim() != 4:
         raise ValueError(f"{op.called('q')} must have shape [B, T, H, K], got {list(q.shape)}")
     if v.dim() != 4:
         raise ValueError(f"v must have shape [B, T, HV, V], got {list(v.shape)}")
-    for name, tensor in tensors:
-        if tensor.dtype not in DTYPES[name]:
-            check_dtype(op.called(name), tensor, DTYPES[name])
     if k.dtype != q.dtype or v.dtype != q.dtype:
         check_dtype("k", k, (q.dtype,))
         check_dtype("v", v, (q.dtype,))
@@ -161,10 +161,6 @@ def check(op: Op, a: Arguments, fake: bool = False) -> Problem:
     if a.initial_state is not None:
         _check_state(a, a.initial_state, N, HV, K, V)
     return Problem(op.rule, B, T, N, H, HV, K, V, a.cu_seqlens is not None, q.dtype, arch)
-
-
-def _tensors(a: Arguments) -> tuple[Tensor | None, ...]:
-    return (*a[:12], a.state_indices)
 
 
 def _refuse_device(op: Op, a: Arguments, wrong: str) -> None:

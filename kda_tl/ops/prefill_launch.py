@@ -56,7 +56,7 @@ def launch(problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | No
     if not problem.rule.delta:
         raise NotImplementedError(f"the kernels have no rule without the delta correction yet, got {problem.rule}")
     q, k, g, beta = activated(problem, a)
-    v = a.v.to(problem.kernel_dtype)
+    v = _as(a.v, problem.kernel_dtype)
     scale = problem.K**-0.5 if a.scale is None else float(a.scale)
     wy_spec, scans, operand_dtype = _specs(problem.K, problem.V, problem.kernel_dtype)
     K = wy_spec.head_dim_k
@@ -64,39 +64,57 @@ def launch(problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | No
         q, k, g = (_padded(x, K - problem.K) for x in (q, k, g))
     q, k, g = _readable(q), _readable(k), _readable(g)
     device = q.device
-    if a.cu_seqlens is None:
-        offsets = torch.empty(1, dtype=torch.int32, device=device)
-    else:
-        offsets = a.cu_seqlens.to(torch.int32).contiguous()
-    A_inv, P = torch.empty((2, problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE), dtype=operand_dtype, device=device)
+    offsets = _no_offsets(device) if a.cu_seqlens is None else a.cu_seqlens.to(torch.int32).contiguous()
+    workspace = (problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE)
+    A_inv = torch.empty(workspace, dtype=operand_dtype, device=device)
+    P = torch.empty(workspace, dtype=operand_dtype, device=device)
     uniform = 0 if problem.packed else 1
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
         dispatcher.kernel(wy_spec, problem.arch, device)(q, k, g, beta, offsets, A_inv, P, uniform)
         for first, columns, spec in scans:
-            V = spec.head_dim_v
-            whole = columns == V and K == problem.K
-            v_run, o_run = (x if columns == problem.V else x[..., first : first + columns] for x in (v, o))
-            state_in, state_out = (
-                None if x is None else x if columns == problem.V else x[..., first : first + columns]
-                for x in (initial_state, final_state)
-            )
-            absent = torch.empty((), dtype=torch.float32, device=device).expand(problem.N, problem.HV, K, V)
-            if whole:
-                o_kernel, out_kernel = o_run, absent if state_out is None else state_out
-            else:
-                v_run = _padded(v_run, V - columns)
+            own = (x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state))
+            v_run, o_run, state_in, state_out = own
+            assert v_run is not None and o_run is not None
+            o_kernel, out_kernel = o_run, state_out
+            padded = columns != spec.head_dim_v or K != problem.K
+            if padded:
+                v_run = _padded(v_run, spec.head_dim_v - columns)
                 o_kernel = torch.empty(v_run.shape, dtype=o.dtype, device=device)
-                out_kernel = absent if state_out is None else torch.empty(absent.shape, dtype=torch.float32, device=device)
                 if state_in is not None:
-                    state_in = torch.nn.functional.pad(state_in, (0, V - columns, 0, K - problem.K))
-            dispatcher.kernel(spec, problem.arch, device)(
-                q, k, _readable(v_run), g, offsets, A_inv, P, o_kernel, absent if state_in is None else state_in, out_kernel,
-                scale, uniform, int(state_in is not None), int(state_out is not None),
-            )  # fmt: skip
-            if not whole:
-                o_run.copy_(o_kernel[..., :columns])
+                    state_in = torch.nn.functional.pad(state_in, (0, spec.head_dim_v - columns, 0, K - problem.K))
                 if state_out is not None:
+                    shape = (problem.N, problem.HV, K, spec.head_dim_v)
+                    out_kernel = torch.empty(shape, dtype=torch.float32, device=device)
+            absent = None
+            if state_in is None or out_kernel is None:
+                absent = _no_state(device).expand(problem.N, problem.HV, K, spec.head_dim_v)
+            dispatcher.kernel(spec, problem.arch, device)(
+                q, k, _readable(v_run), g, offsets, A_inv, P, o_kernel, absent if state_in is None else state_in,
+                absent if out_kernel is None else out_kernel, scale, uniform, int(state_in is not None),
+                int(out_kernel is not None),
+            )  # fmt: skip
+            if padded:
+                o_run.copy_(o_kernel[..., :columns])
+                if state_out is not None and out_kernel is not None:
                     state_out.copy_(out_kernel[..., : problem.K, :columns])
+
+
+_NOTHING = nullcontext()
+
+
+@functools.cache
+def _no_offsets(device: torch.device) -> Tensor:
+    """What a kernel gets in place of offsets that it does not read."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _no_state(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _columns(tensor: Tensor | None, first: int, columns: int) -> Tensor | None:
+    return None if tensor is None else tensor[..., first : first + columns]
 
 
 def activated(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,18 +124,25 @@ def activated(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor, Tensor, T
         q, k = l2norm(q.float()), l2norm(k.float())
     if g is None:
         g = torch.zeros((1, 1, 1, problem.K), dtype=torch.float32, device=q.device)
-    else:
-        if problem.rule.decay == "scalar":
-            g = g.unsqueeze(-1)
-        if a.use_gate_in_kernel:
-            bias = a.dt_bias
-            if bias is not None and problem.rule.decay == "scalar":
-                bias = bias.unsqueeze(-1)
-            g = kda_gate(g.float(), a.A_log, bias, a.lower_bound)
-    g = g.float().expand(problem.B, problem.T, problem.HV, problem.K)
+    elif problem.rule.decay == "scalar":
+        g = g.unsqueeze(-1)
+    if a.use_gate_in_kernel:
+        bias = a.dt_bias
+        if bias is not None and problem.rule.decay == "scalar":
+            bias = bias.unsqueeze(-1)
+        g = kda_gate(g.float(), a.A_log, bias, a.lower_bound)
+    if problem.rule.decay != "per_key":
+        g = g.expand(problem.B, problem.T, problem.HV, problem.K)
     assert beta is not None
-    beta = beta_sigmoid(beta.float(), a.allow_neg_eigval) if a.use_beta_sigmoid_in_kernel else beta.float()
-    return q.to(problem.kernel_dtype), k.to(problem.kernel_dtype), g, _plain(beta)
+    if a.use_beta_sigmoid_in_kernel:
+        beta = beta_sigmoid(beta.float(), a.allow_neg_eigval)
+    dtype = problem.kernel_dtype
+    return _as(q, dtype), _as(k, dtype), _as(g, torch.float32), _plain(_as(beta, torch.float32))
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor.to(dtype), without the microsecond that it takes where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -132,11 +157,10 @@ def _padded(tensor: Tensor, columns: int) -> Tensor:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """As the kernels read it: contiguous rows that start at multiples of 16 bytes, any other strides. Else one copy."""
+    """[B, T, heads, D] as the kernels read it: contiguous rows at multiples of 16 bytes, any other strides. Else one copy."""
     tensor = _plain(tensor)
-    *strides, last = tensor.stride()
-    rows = 16 // tensor.itemsize
-    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % rows for stride in strides):
+    batch, token, head, last = tensor.stride()
+    if last == 1 and ((batch | token | head) * tensor.itemsize | tensor.data_ptr()) % 16 == 0:
         return tensor
     # clone, not contiguous(): that keeps an odd stride where the size is 1.
     return tensor.clone(memory_format=torch.contiguous_format)

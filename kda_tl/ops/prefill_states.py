@@ -41,7 +41,8 @@ def load_states(problem: Problem, a: Arguments) -> States:
         if a.null_index is not None:
             active &= a.state_indices != a.null_index
         state = state.index_select(0, a.state_indices.long().masked_fill(~active, 0))
-    state = state.to(torch.float32).resolve_neg()
+    if state.dtype != torch.float32 or state.is_neg():
+        state = state.to(torch.float32).resolve_neg()
     used = active if a.has_initial_state is None else a.has_initial_state if active is None else active & a.has_initial_state
     return States(state if used is None else state.masked_fill(~used[:, None, None, None], 0.0), active)
 

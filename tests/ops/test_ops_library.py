@@ -110,20 +110,11 @@ def gradients(rule: str, x: dict[str, torch.Tensor], run: Any, **options: Any) -
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("rule", OPS)
-def test_gradients_reach_every_input(rule: str) -> None:
-    x = inputs(rule, 70, B=2, H=1, HV=1 if rule == "rwkv6" else 2)
-    found = gradients(rule, x, call, output_final_state=True)
-    expected = gradients(rule, {name: tensor.double() for name, tensor in x.items()}, truth)
-    for name, gradient in found.items():
-        assert gradient.dtype == torch.float32 and relative_error(gradient, expected[name]) < 1e-4, name
-
-
 def compiled_call(rule: str, x: dict[str, torch.Tensor], **options: Any) -> Any:
     return torch.compile(lambda x: call(rule, x, **options), fullgraph=True, backend="aot_eager")(x)
 
 
-@pytest.mark.parametrize("rule", ["kda", "gdn", "linear_attention"])
+@pytest.mark.parametrize("rule", ["kda", "linear_attention"])
 def test_compiled_gradients_equal_eager_ones(rule: str) -> None:
     """fla#52."""
     x, options = inputs(rule, 70, N=2), {"output_final_state": True, "cu_seqlens": torch.tensor([0, 30, 66])}

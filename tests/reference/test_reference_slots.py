@@ -49,11 +49,11 @@ def test_gradients_reach_the_pool() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     pool, slots = torch.zeros(3, 1, 2, 2), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="^state_indices must be a one-dim"):
+    with pytest.raises(ValueError, match=r"^state_indices must be a one-dim"):
         read_slots(pool, slots.float())
-    with pytest.raises(ValueError, match="^has_initial_state must be bool"):
+    with pytest.raises(ValueError, match=r"^has_initial_state must be bool"):
         read_slots(pool, slots, torch.ones(2))
-    with pytest.raises(ValueError, match="^states must be"):
+    with pytest.raises(ValueError, match=r"^states must be"):
         write_slots(pool, slots, pool)
-    with pytest.raises(ValueError, match="^state_indices must not name a slot twice"):
+    with pytest.raises(ValueError, match=r"^state_indices must not name a slot twice"):
         write_slots(pool, torch.tensor([1, 1]), pool[:2])
