@@ -1,5 +1,6 @@
 """Ahead-of-time compiled operators for delta-rule linear attention."""
 
+from kda_tl.distributed import ContextParallel, ContextParallelError
 from kda_tl.ops.chunk_delta_rule import chunk_delta_rule
 from kda_tl.ops.chunk_gdn import chunk_gated_delta_rule, chunk_gdn
 from kda_tl.ops.chunk_gla import chunk_gla
@@ -36,6 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ArtifactMissing",
     "BuildOnMissFailed",
+    "ContextParallel",
+    "ContextParallelError",
     "Counters",
     "DamagedArtifact",
     "DriverTooOld",
