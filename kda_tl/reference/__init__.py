@@ -13,17 +13,21 @@ from .chunk import (
     decay_products,
     triangular_inverse,
 )
+from .deltalog import DeltaLogState, deltalog_kda, deltalog_rwkv6
 from .gates import beta_sigmoid, kda_gate, l2norm
 from .recurrent import recurrent_kda
 
 __all__ = [
     "ChunkIntermediates",
+    "DeltaLogState",
     "beta_sigmoid",
     "chunk_affine",
     "chunk_kda",
     "chunk_wy",
     "compose",
     "decay_products",
+    "deltalog_kda",
+    "deltalog_rwkv6",
     "kda_gate",
     "l2norm",
     "recurrent_kda",
