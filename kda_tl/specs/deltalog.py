@@ -1,0 +1,169 @@
+"""DeltaLog decode: its specs, schedules and default set.
+
+The shape of a log is part of a spec, because it is the shape of a cache in memory: `capacity` entries per slot and value head.
+When a log is folded into its base is none: it is a run-time number whose tuned value, `merge_every`, comes with the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, _check
+from kda_tl.specs.schedules import SCHEDULES, Schedule
+
+__all__ = [
+    "CAPACITY",
+    "CURSOR_ROWS",
+    "RULES",
+    "DeltaLogDecodeSchedule",
+    "DeltaLogDecodeSpec",
+    "DeltaLogPrepSchedule",
+    "DeltaLogPrepSpec",
+    "deltalog_default_specs",
+]
+
+CAPACITY = 16
+CURSOR_ROWS = 16
+"""Rows of V that share one copy of the cursor. Every block reads and writes the copies of its own rows and no others, so that
+blocks of one slot never race, however many a schedule gives it."""
+
+RULES: dict[str, dict[str, object]] = {
+    "kda": {"decay": "per_key", "delta": True, "read_first": False},
+    "gdn": {"decay": "scalar", "delta": True, "read_first": False},
+    "rwkv6": {"decay": "per_key", "delta": False, "read_first": True},
+}
+
+
+def _check_rule(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> None:
+    _check("head_dim_k", spec.head_dim_k, (64, 128))
+    _check("dtype", spec.dtype, DTYPES)
+    _check("decay", spec.decay, ("scalar", "per_key"))
+    _check("delta", spec.delta, (True, False))
+    _check("read_first", spec.read_first, (False,) if spec.delta else (True, False))
+    _check("capacity", spec.capacity, (8, 16, 32))
+
+
+@dataclass(frozen=True)
+class DeltaLogDecodeSpec(KernelSpec):
+    """Decode from a base and a log: reads the base once, appends an entry, writes the base only where a log is full.
+
+    Attributes:
+        head_dim_k, head_dim_v: K, V.
+        dtype: of q, k, v, o and of the keys in the log; g and beta come in it or in float32.
+        state_dtype: of the base.
+        decay: "per_key" (KDA, RWKV6) or "scalar" (GDN): decays of the log are [.., capacity, K] or [.., capacity, 1].
+        delta: u = beta (v - S^T k); otherwise u = v.
+        read_first: RWKV6: read before decay and write, plus a bonus for the token at hand.
+        capacity: entries that the log of a slot and value head has room for.
+        prepared: True for the second of two launches, behind DeltaLogPrepSpec.
+    """
+
+    kernel: ClassVar[str] = "deltalog_decode"
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    decay: str = "per_key"
+    delta: bool = True
+    read_first: bool = False
+    capacity: int = CAPACITY
+    prepared: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rule(self)
+        _check("head_dim_v", self.head_dim_v, (64, 128))
+        _check("state_dtype", self.state_dtype, DTYPES)
+        _check("prepared", self.prepared, (True, False))
+
+    @property
+    def decay_size(self) -> int:
+        """Decays per entry."""
+        return self.head_dim_k if self.decay == "per_key" else 1
+
+    @property
+    def prep_spec(self) -> DeltaLogPrepSpec:
+        """What must run before this spec where it is `prepared`."""
+        return DeltaLogPrepSpec(self.head_dim_k, self.dtype, self.decay, self.delta, self.read_first, self.capacity)
+
+
+@dataclass(frozen=True)
+class DeltaLogPrepSpec(KernelSpec):
+    """ReplayPrep: what all V tiles of a slot and value head share, computed once. Attributes as DeltaLogDecodeSpec's."""
+
+    kernel: ClassVar[str] = "deltalog_prep"
+    head_dim_k: int = 128
+    dtype: str = "bfloat16"
+    decay: str = "per_key"
+    delta: bool = True
+    read_first: bool = False
+    capacity: int = CAPACITY
+
+    def __post_init__(self) -> None:
+        _check_rule(self)
+
+    @property
+    def decay_size(self) -> int:
+        return self.head_dim_k if self.decay == "per_key" else 1
+
+
+@dataclass(frozen=True)
+class DeltaLogDecodeSchedule(Schedule):
+    """How a slot's state is split over blocks, and when its log is folded.
+
+    Attributes:
+        block_v: rows of the base, which is [V, K], per block; a multiple of 16 that divides V.
+        threads: per block; 8 of them share a row, so that a row is read in full 128-byte segments.
+        min_blocks: blocks per multiprocessor that the compiler keeps registers free for.
+        merge_every: tokens from one fold to the next. Traffic is lowest near sqrt(2 s d^2 / E), s bytes per element of the
+            base, E bytes per entry: about 10 for KDA with a float32 base, 13 for GDN, 7 and 9 for narrow bases.
+        launches: 1, or 2 with ReplayPrep first.
+    """
+
+    kernel: ClassVar[str] = "deltalog_decode"
+    block_v: int = 32
+    threads: int = 128
+    min_blocks: int = 5
+    merge_every: int = 8
+    launches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_v not in (16, 32, 64, 128):
+            raise ValueError(f"block_v must be 16, 32, 64 or 128, a divisor of V, got {self.block_v}")
+        if self.threads not in (128, 256, 512) or self.threads > 8 * self.block_v:
+            raise ValueError(f"threads must be 128, 256 or 512, at most 8 per row of block_v, got {self.threads}")
+        if self.launches not in (1, 2):
+            raise ValueError(f"launches must be 1 or 2, got {self.launches}")
+        if self.merge_every > CAPACITY:
+            raise ValueError(f"merge_every must be at most {CAPACITY}, the capacity of the log, got {self.merge_every}")
+
+
+@dataclass(frozen=True)
+class DeltaLogPrepSchedule(Schedule):
+    """threads: per block, one block per request and value head."""
+
+    kernel: ClassVar[str] = "deltalog_prep"
+    threads: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads not in (64, 128, 256):
+            raise ValueError(f"threads must be 64, 128 or 256, got {self.threads}")
+
+
+def deltalog_default_specs(is_cpu: bool) -> list[KernelSpec]:
+    """One launch for every rule and base; two launches for KDA. The C target has no bfloat16: there float16 stands for both."""
+    dtype = "float32" if is_cpu else "bfloat16"
+    bases = ("float32", "float16") if is_cpu else ("float32", "bfloat16", "float16")
+    specs: list[KernelSpec] = []
+    for rule in RULES.values():
+        for state_dtype in bases:
+            specs.append(DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, **rule))  # type: ignore[arg-type]
+    specs.append(DeltaLogPrepSpec(dtype=dtype))
+    specs.extend(DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, prepared=True) for state_dtype in bases[:2])
+    return specs
+
+
+KERNEL_SPECS.update({spec.kernel: spec for spec in (DeltaLogDecodeSpec, DeltaLogPrepSpec)})
+SCHEDULES.update({schedule.kernel: schedule for schedule in (DeltaLogDecodeSchedule, DeltaLogPrepSchedule)})
