@@ -18,7 +18,7 @@ from kda_tl.kernels.tiles.replay import (
     stage_writes,
     store_cursor,
 )
-from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
 
 
@@ -62,8 +62,11 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         with T.Kernel(n * HV * tiles_v, threads=threads) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            for stride in [*base_strides, *log_k_strides, *u_strides, *(d_strides if D > 1 else ())]:
-                T.assume(stride % 8 == 0)
+            assume_multiples(base_strides, 8)
+            assume_multiples(u_strides, 8)
+            assume_multiples(log_k_strides, 8)
+            if D > 1:
+                assume_multiples(d_strides, 8)
             where = T.alloc_local((5,), "int32")
             where[0] = T.truncdiv(block, tiles_v)
             where[1] = T.truncdiv(where[0], HV)

@@ -35,7 +35,7 @@ from kda_tl.kernels.tiles.replay import (
     stage_writes,
     store_cursor,
 )
-from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
 
 
@@ -45,8 +45,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     q, k [n, T, H, K], v [n, T, HV, V], g [n, T, HV, D], beta [n, T, HV] dtype; g_wide, beta_wide: the same in float32, read
     instead where `wide_gates` is 1; A_log [HV], dt_bias [HV, D], bonus [HV, K] float32;
     base [slots, HV, V, K] state_dtype; log_k [slots, HV, capacity, K] dtype; log_u [slots, HV, capacity, V] float32; log_d
-    [slots, HV, capacity, D] float32, each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32: entries, and entries at which the
-    next fold is due; state_indices, valid [n] int32; o [n, T, HV, V] dtype, out;
+    [slots, HV, capacity, D] float32, each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32: entries, and entries at
+    which the next fold is due; state_indices, valid [n] int32; o [n, T, HV, V] dtype, out;
     scale, lower_bound: float32; int32: gate_form, beta_form, has_dt_bias, normalize (l2 norm of q and k), wide_gates,
     has_valid (only the first valid[i] tokens of request i count), null_index, tokens, merge_every (tokens from fold to fold),
     may_fold (0 while tokens are drafts), reserve (entries that must be free: else the log is folded first; or 0).
@@ -111,8 +111,11 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         with T.Kernel(n * HV * tiles_v, threads=threads) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            for stride in [*base_strides, *log_k_strides, *u_strides, *(d_strides if D > 1 else ())]:
-                T.assume(stride % 8 == 0)
+            assume_multiples(base_strides, 8)
+            assume_multiples(u_strides, 8)
+            assume_multiples(log_k_strides, 8)
+            if D > 1:
+                assume_multiples(d_strides, 8)
             where = T.alloc_local((6,), "int32")
             where[0] = T.truncdiv(block, tiles_v)
             where[1] = T.truncdiv(where[0], HV)

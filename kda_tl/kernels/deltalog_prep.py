@@ -1,8 +1,8 @@
 """deltalog_prep: ReplayPrep, what all V tiles of a slot and value head share, computed once instead of once per tile.
 
 Gate, decays, norms, k w_base and q w_base, the sums p_j = k_j w_j . k and s_j = k_j w_j . q; and the token's key and decay go
-into the log, where there is room, so that `deltalog_append` has only values to add. The cursor stays as it is: that launch moves it.
-"""
+into the log, where there is room, so that `deltalog_append` has only values to add. The cursor stays as it is: that launch
+moves it."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ import tilelang.language as T
 from kda_tl.kernels.tiles.gates import inverse_norm, write_strength
 from kda_tl.kernels.tiles.lanes import lanes, sync
 from kda_tl.kernels.tiles.replay import replay_products, stage_log, stage_token
-from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import DeltaLogPrepSchedule, DeltaLogPrepSpec
 
 
 def program(spec: DeltaLogPrepSpec, schedule: DeltaLogPrepSchedule, arch: str) -> Any:
     """The PrimFunc, for one token per request. Positional arguments, in order; D is K, or 1 with one decay for all keys:
 
-    q, k [n, 1, H, K], g [n, 1, HV, D], beta [n, 1, HV] dtype; g_wide, beta_wide: the same in float32, read where `wide_gates` is 1;
-    A_log [HV], dt_bias [HV, D], bonus [HV, K] float32; log_k [slots, HV, capacity, K] dtype; log_d [slots, HV, capacity, D] float32;
-    cursor [slots, HV, copies, 2], state_indices, valid [n] int32; prepared [n, HV, 4 K + 2 (capacity + 1) + 4] float32, out: rows
-    k w_base, q w_base, k, d; sums p, s; then 1 / |k|, 1 / |q|, q . k, beta;
+    q, k [n, 1, H, K], g [n, 1, HV, D], beta [n, 1, HV] dtype; g_wide, beta_wide: the same in float32, read where `wide_gates`
+    is 1; A_log [HV], dt_bias [HV, D], bonus [HV, K] float32; log_k [slots, HV, capacity, K] dtype; log_d [slots, HV, capacity,
+    D] float32; cursor [slots, HV, copies, 2], state_indices, valid [n] int32; prepared [n, HV, 4 K + 2 (capacity + 1) + 4]
+    float32, out: rows k w_base, q w_base, k, d; sums p, s; then 1 / |k|, 1 / |q|, q . k, beta;
     lower_bound: float32; int32: gate_form, beta_form, has_dt_bias, normalize, wide_gates, has_valid, null_index.
     """
     t = TileTarget(arch)
@@ -64,8 +64,9 @@ def program(spec: DeltaLogPrepSpec, schedule: DeltaLogPrepSchedule, arch: str) -
     ):
         T.annotate_pass_configs({"tl.disable_thread_storage_sync": True})  # as in deltalog_decode
         with T.Kernel(n * HV, threads=threads) as block:
-            for stride in [*log_k_strides, *(d_strides if D > 1 else ())]:
-                T.assume(stride % 8 == 0)
+            assume_multiples(log_k_strides, 8)
+            if D > 1:
+                assume_multiples(d_strides, 8)
             where = T.alloc_local((4,), "int32")
             where[0] = T.truncdiv(block, HV)
             where[1] = block - where[0] * HV

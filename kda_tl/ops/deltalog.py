@@ -203,7 +203,7 @@ def _decode(
             check_shape(name, tensor, "[n]", (n,))
     if null_index is not None and (not isinstance(null_index, int) or not -(2**31) <= null_index < 2**31):
         raise ValueError(f"null_index must be a 32-bit integer or None, got {null_index!r}")
-    if not T <= cache.capacity:
+    if cache.capacity < T:
         raise ValueError(f"T must be at most {cache.capacity}, the capacity of the log, got {T}")
     if verify is False and T > 1:
         raise ValueError(f"verify=False needs T = 1, got T = {T}: several tokens of one call stay in the log")

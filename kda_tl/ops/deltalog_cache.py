@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.checks import check_dtype, check_shape
 from kda_tl.runtime import dispatcher
-from kda_tl.specs.deltalog import CAPACITY, CURSOR_ROWS, RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
+from kda_tl.specs.deltalog import (
+    CAPACITY,
+    CURSOR_ROWS,
+    RULES,
+    TWO_LAUNCHES,
+    DeltaLogDecodeSchedule,
+    DeltaLogDecodeSpec,
+    cpu_state_dtype,
+)
 from kda_tl.specs.schedules import schedule_for
 
 __all__ = ["DeltaLogCache", "DeltaLogSnapshot"]
@@ -39,9 +48,9 @@ class DeltaLogCache:
 
     Attributes:
         base [slots, HV, V, K] state_dtype; log_k [slots, HV, capacity, K]: raw keys in the activations' dtype; log_u
-        [slots, HV, capacity, V] float32: writes, the keys' norms included; log_decay [slots, HV, capacity, K or 1] float32: each
-        entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at which it is folded).
-        rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
+        [slots, HV, capacity, V] float32: writes, the keys' norms included; log_decay [slots, HV, capacity, K or 1] float32:
+        each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at which it is
+        folded). rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
 
     A state is what the base and the log stand for together: read it with `read_state`, never from `base`. All methods run on
     the device of the tensors and wait for nothing; indices given on the host, or on the cpu, are checked for range and
@@ -102,19 +111,22 @@ class DeltaLogCache:
         if not on_cpu and dtype != torch.bfloat16:
             raise TypeError(f"dtype must be bfloat16 on {self.device}, got {dtype}")
         self.dtype = torch.float32 if on_cpu else dtype
-        # The C target has no bfloat16: there the op hands the kernel a float32 copy of the base, and takes it back.
-        kernel_state = torch.float32 if on_cpu and state_dtype == torch.bfloat16 else state_dtype
-        self.spec = DeltaLogDecodeSpec(
-            K, V, _name(self.dtype), _name(kernel_state), capacity=CAPACITY, **RULES[rule]  # type: ignore[arg-type]
-        )  # fmt: skip
-        schedule = schedule_for(self.spec, self.arch)
+        stored = _name(state_dtype)
+        fields: dict[str, Any] = {"dtype": _name(self.dtype), "capacity": CAPACITY, **RULES[rule]}
+        schedule = schedule_for(DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields), self.arch)
         assert isinstance(schedule, DeltaLogDecodeSchedule)
-        self.merge_every = schedule.merge_every if merge_every is None else merge_every
-        if not isinstance(self.merge_every, int) or not 1 <= self.merge_every <= CAPACITY:
-            raise ValueError(f"merge_every must be an integer from 1 to {CAPACITY}, got {merge_every!r}")
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):
             raise ValueError(f"launches must be 1 or 2, got {launches!r}")
+        if self.launches == 2 and (rule, stored) not in TWO_LAUNCHES:
+            pairs = ", ".join(f"{name} with a {kind} base" for name, kind in TWO_LAUNCHES)
+            raise ValueError(f"launches must be 1 for {rule} with a {stored} base; two launches are built for {pairs}")
+        self.merge_every = schedule.merge_every if merge_every is None else merge_every
+        if not isinstance(self.merge_every, int) or not 1 <= self.merge_every <= CAPACITY:
+            raise ValueError(f"merge_every must be an integer from 1 to {CAPACITY}, got {merge_every!r}")
+        # Where the cpu's kernel reads another base, the op hands it a copy and takes that back.
+        kernel_state = cpu_state_dtype(rule, stored, self.launches) if on_cpu else stored
+        self.spec = DeltaLogDecodeSpec(K, V, state_dtype=kernel_state, **fields)
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
             return torch.zeros((slots, HV, *shape), dtype=of, device=self.device)

@@ -48,7 +48,7 @@ def prep_size(K: int, capacity: int) -> int:
 def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
     base = cache.base
-    # Only the cpu meets this: it has no bfloat16, and a copy there and back changes nothing where no log is folded.
+    # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
     staged = base if str(base.dtype) == f"torch.{cache.spec.state_dtype}" else base.float()
     device, dtype = cache.device, cache.dtype
     q, k, v = (_rows(tensor.detach().to(dtype)) for tensor in (call.q, call.k, call.v))

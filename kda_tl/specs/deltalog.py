@@ -16,10 +16,12 @@ __all__ = [
     "CAPACITY",
     "CURSOR_ROWS",
     "RULES",
+    "TWO_LAUNCHES",
     "DeltaLogDecodeSchedule",
     "DeltaLogDecodeSpec",
     "DeltaLogPrepSchedule",
     "DeltaLogPrepSpec",
+    "cpu_state_dtype",
     "deltalog_default_specs",
 ]
 
@@ -33,6 +35,9 @@ RULES: dict[str, dict[str, object]] = {
     "gdn": {"decay": "scalar", "delta": True, "read_first": False},
     "rwkv6": {"decay": "per_key", "delta": False, "read_first": True},
 }
+
+TWO_LAUNCHES = (("kda", "float32"), ("kda", "bfloat16"))
+"""Rules and bases that are built as two launches too."""
 
 
 def _check_rule(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> None:
@@ -153,16 +158,28 @@ class DeltaLogPrepSchedule(Schedule):
 
 
 def deltalog_default_specs(is_cpu: bool) -> list[KernelSpec]:
-    """One launch for every rule and base; two launches for KDA. The C target has no bfloat16: there float16 stands for both."""
+    """One launch for every rule and base; two launches for KDA. The cpu has those that `cpu_state_dtype` names."""
     dtype = "float32" if is_cpu else "bfloat16"
-    bases = ("float32", "float16") if is_cpu else ("float32", "bfloat16", "float16")
-    specs: list[KernelSpec] = []
-    for rule in RULES.values():
-        for state_dtype in bases:
-            specs.append(DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, **rule))  # type: ignore[arg-type]
+    single = {(rule, base) for rule in RULES for base in DTYPES}
+    double = set(TWO_LAUNCHES)
+    if is_cpu:
+        single = {(rule, cpu_state_dtype(rule, base, 1)) for rule, base in single}
+        double = {(rule, cpu_state_dtype(rule, base, 2)) for rule, base in double}
+    specs: list[KernelSpec] = [_spec(dtype, rule, base, prepared=False) for rule, base in sorted(single)]
     specs.append(DeltaLogPrepSpec(dtype=dtype))
-    specs.extend(DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, prepared=True) for state_dtype in bases[:2])
-    return specs
+    return specs + [_spec(dtype, rule, base, prepared=True) for rule, base in sorted(double)]
+
+
+def cpu_state_dtype(rule: str, state_dtype: str, launches: int) -> str:
+    """The base that the cpu's kernels read: float32, from which ops round to the pool's dtype where a log was folded.
+
+    The C target has no bfloat16. One kernel with a float16 base is there too, so that the programs for narrow bases run.
+    """
+    return "float16" if (rule, state_dtype, launches) == ("kda", "float16", 1) else "float32"
+
+
+def _spec(dtype: str, rule: str, state_dtype: str, prepared: bool) -> DeltaLogDecodeSpec:
+    return DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, prepared=prepared, **RULES[rule])  # type: ignore[arg-type]
 
 
 KERNEL_SPECS.update({spec.kernel: spec for spec in (DeltaLogDecodeSpec, DeltaLogPrepSpec)})
