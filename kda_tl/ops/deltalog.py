@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,11 +150,10 @@ def _decode(
     lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None, valid: Tensor | None, verify: bool | None,
 ) -> Tensor:  # fmt: skip
     names = ("r", "w") if rule == "rwkv6" else ("q", "g")
-    inputs = {names[0]: q, "k": k, "v": v, names[1]: g, "beta": beta, "bonus": bonus, "A_log": A_log, "dt_bias": dt_bias,
-              "state_indices": state_indices, "valid": valid}  # fmt: skip
-    present = {
-        name: tensor for name, tensor in inputs.items() if tensor is not None or name in (*names, "k", "v", "state_indices")
-    }
+    required = {names[0]: q, "k": k, "v": v, names[1]: g, **({"bonus": bonus} if rule == "rwkv6" else {"beta": beta})}
+    optional = {"A_log": A_log, "dt_bias": dt_bias, "valid": valid}
+    present: dict[str, Any] = {**required, "state_indices": state_indices}
+    present |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     if not isinstance(cache, DeltaLogCache):
         raise TypeError(f"cache must be a DeltaLogCache, got {type(cache).__name__}")
     if cache.rule != rule:
@@ -162,7 +162,7 @@ def _decode(
     if q.device != cache.device:
         raise ValueError(f"{names[0]} must be on {cache.device} like the cache, got {q.device}")
     for name, tensor in present.items():
-        if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad:
+        if torch.is_grad_enabled() and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires a gradient and decode has none: call it under torch.no_grad(), or detach it"
             )

@@ -59,8 +59,8 @@ def recurrence(rule: str, x: dict[str, Any], state: Tensor) -> tuple[Tensor, lis
     v, g = x["v"].double(), x["w" if rule == "rwkv6" else "g"].double()
     if x.get("use_gate_in_kernel"):
         bias = x["dt_bias"].double().reshape(HV, -1)
-        g = kda_gate(g.reshape(n, T, HV, -1), x["A_log"].double(), bias, x.get("lower_bound"))
-    g = g.reshape(n, T, HV, -1, 1).expand(n, T, HV, K, 1)
+        g = kda_gate(g if g.dim() == 4 else g.unsqueeze(-1), x["A_log"].double(), bias, x.get("lower_bound"))
+    g = (g if g.dim() == 4 else g.unsqueeze(-1)).expand(n, T, HV, K).unsqueeze(-1)
     if x.get("use_qk_l2norm_in_kernel"):
         q, k = l2norm(q), l2norm(k)
     o, states = torch.zeros_like(v), [state]
@@ -140,7 +140,8 @@ class Walk:
         o_true, states = recurrence(self.rule, rows, self.truth[used])
         for row, i in enumerate(live):
             kept = T if valid is None else max(0, min(T, valid[i]))
-            self._note("o", o[i, :kept], o_true[row, :kept])
+            # Where q . k is all that is left and close to 0, rounding is measured against what it is the difference of.
+            self._note("o", o[i, :kept], o_true[row, :kept], 0.05 * K**-0.5 * x["v"][i, :kept].double().norm().item())
             assert not o[i, kept:].any(), "tokens that are not valid must give zeros"
             self.truth[slots[i]] = states[kept][row]
             past = [s[row] for s in states[:kept]]
@@ -186,9 +187,11 @@ class Walk:
         for slot in slots:
             self.history[slot] = []
 
-    def _note(self, what: str, out: Tensor, ref: Tensor) -> None:
+    def _note(self, what: str, out: Tensor, ref: Tensor, least: float = 0.0) -> None:
+        """`least`: the smallest norm of ref that errors are relative to."""
         if out.numel():
-            self.errors[what] = max(self.errors[what], relative_error(out, ref))
+            error = relative_error(out, ref) * min(1.0, ref.norm().item() / least if least else 1.0)
+            self.errors[what] = max(self.errors[what], error)
 
 
 def limits(device: str, state_dtype: torch.dtype) -> dict[str, float]:
