@@ -50,9 +50,9 @@ def run_machine(name: str, state_dtype: torch.dtype, device: str, examples: int,
             bound = [self.walk.droppable(slot) if 0 <= slot < SLOTS else 99 for slot in chosen]
             self.walk.truncate(chosen, [data.draw(st.integers(0, most), label="drop") for most in bound])
 
-        @rule(source=st.lists(st.integers(0, SLOTS - 1), min_size=SLOTS, max_size=SLOTS), target=slots)
-        def fork(self, source: list[int], target: list[int]) -> None:
-            self.walk.fork(source[: len(target)], target)
+        @rule(source=st.lists(st.integers(0, SLOTS - 1), min_size=SLOTS, max_size=SLOTS), into=slots)
+        def fork(self, source: list[int], into: list[int]) -> None:
+            self.walk.fork(source[: len(into)], into)
 
         @rule(chosen=slots)
         def flush(self, chosen: list[int]) -> None:
