@@ -42,7 +42,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     log_k_strides, d_strides = run_time_strides("lk", "shj"), run_time_strides("d", "shj")
 
     @T.prim_func
-    def deltalog_append(
+    def deltalog_decode_append(
         v: T.StridedTensor((n, seq_len, HV, V), (*v_strides, 1), dtype),
         prepared: T.Tensor((n, HV, numbers_at + 4), "float32"),
         base: T.StridedTensor((slots, HV, V, K), (*base_strides, 1), spec.state_dtype),
@@ -160,4 +160,4 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                     if x < block_v:
                         o[request, 0, value_head, first_v + x] = 0.0
 
-    return deltalog_append
+    return deltalog_decode_append

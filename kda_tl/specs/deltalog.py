@@ -128,7 +128,7 @@ class DeltaLogDecodeSchedule(Schedule):
     kernel: ClassVar[str] = "deltalog_decode"
     block_v: int = 32
     threads: int = 128
-    min_blocks: int = 5
+    min_blocks: int = 4
     merge_every: int = 8
     launches: int = 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalog_parameters import DELTALOG_PARAMETERS
 
 from kda_tl.registry import Registry
 from kda_tl.specs.archs import ARCHS
@@ -19,7 +20,7 @@ from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import schedule_for
 
 CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu]
-KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.kernel}") for arch in ARCHS for spec in default_specs(arch)]
+KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in ARCHS for spec in default_specs(arch)]
 CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.values[0] in CUDA_ARCHS]
 
 # Name -> dimensions, in call order; scalars have none. dtype None: of the spec. Spelled out here, since ops call by position.
@@ -50,6 +51,7 @@ PARAMETERS: dict[str, dict[str, tuple[int, str | None]]] = {
         "has_initial_state": (0, "int32"),
         "store_final_state": (0, "int32"),
     },
+    **DELTALOG_PARAMETERS,
 }
 
 Built = Callable[[str], Registry]
@@ -90,11 +92,13 @@ def test_metadata_is_complete(built: Built, arch: str, spec: KernelSpec) -> None
     assert all(meta["versions"].values())
     assert meta.get("min_driver") == (None if is_cpu else 580)
 
-    expected = PARAMETERS[spec.kernel]
+    expected = PARAMETERS[spec.kernel + ("_append" if getattr(spec, "prepared", False) else "")]
     assert [parameter["name"] for parameter in meta["parameters"]] == list(expected)
     for parameter in meta["parameters"]:
         dimensions, dtype = expected[parameter["name"]]
-        assert parameter["dtype"] == {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype}.get(dtype, dtype)
+        assert parameter["dtype"] == {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype}.get(
+            dtype, spec.as_dict().get(dtype, dtype)
+        )
         assert len(parameter.get("shape", ())) == len(parameter.get("strides", ())) == dimensions
 
     source = "kernel.c" if is_cpu else "kernel.cu"
@@ -111,7 +115,7 @@ def test_what_is_in_a_gpu_artifact(built: Built, arch: str, spec: KernelSpec) ->
     library, source = (path / "lib.so").read_bytes(), (path / "kernel.cu").read_text()
     for launch in meta["launches"]:
         assert f"{launch['name']}(" in source and launch["name"].encode() in library
-    assert ("wgmma" in source) == (arch == "sm_90")
+    assert ("wgmma" in source) == (arch == "sm_90" and spec.kernel.startswith("chunk"))
     fat_binary = b"\x50\xed\x55\xba"  # with PTX beside the cubin, for newer GPUs; an exact arch is one cubin
     assert (fat_binary in library) == (not ARCHS[arch].exact)
     assert b"libtilelang" not in library and b"libcuda" not in library  # it needs libc alone
@@ -133,7 +137,7 @@ def test_the_manifest_and_the_support_libraries(built: Built, arch: str) -> None
 @pytest.mark.cuda_compile
 def test_every_arch_has_artifacts_of_its_own(built: Built) -> None:
     ids = [entry.id for arch in CUDA_ARCHS for entry in built(arch).entries(arch)]
-    assert len(set(ids)) == len(ids) == 2 * len(CUDA_ARCHS)
+    assert len(set(ids)) == len(ids) == sum(len(default_specs(arch)) for arch in CUDA_ARCHS)
 
 
 UNORDERED_WORKSPACES = pytest.mark.xfail(
