@@ -44,9 +44,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
 
     q, k [n, T, H, K], v [n, T, HV, V], g [n, T, HV, D], beta [n, T, HV] dtype; g_wide, beta_wide: the same in float32, read
     instead where `wide_gates` is 1; A_log [HV], dt_bias [HV, D], bonus [HV, K] float32;
-    base [slots, HV, V, K] state_dtype; log_k [slots, HV, capacity, K] dtype; log_u [slots, HV, capacity, V] float32; log_d
-    [slots, HV, capacity, D] float32, each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32: entries, and entries at
-    which the next fold is due; state_indices, valid [n] int32; o [n, T, HV, V] dtype, out;
+    base [slots, HV, V, K] state_dtype, in any strides unless state_v_first; log_k [slots, HV, capacity, K] dtype; log_u
+    [slots, HV, capacity, V] float32; log_d [slots, HV, capacity, D] float32, each entry's own decay e^g; cursor
+    [slots, HV, V / 16, 2] int32: entries, and entries at which the next fold is due; state_indices, valid [n] int32;
+    o [n, T, HV, V] dtype, out;
     scale, lower_bound: float32; int32: gate_form, beta_form, has_dt_bias, normalize (l2 norm of q and k), wide_gates,
     has_valid (only the first valid[i] tokens of request i count), null_index, tokens, merge_every (tokens from fold to fold),
     may_fold (0 while tokens are drafts), reserve (entries that must be free: else the log is folded first; or 0).
@@ -61,14 +62,15 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     K, V, D, dtype, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.dtype, spec.capacity
     block_v, threads, delta, read_first = min(schedule.block_v, V), schedule.threads, spec.delta, spec.read_first
     threads = min(threads, ROW_LANES * block_v)
-    tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype)
+    tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype, spec.state_v_first)
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
     n, seq_len, H, HV, slots = T.dynamic("n, seq_len, H, HV, slots")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
     o_strides = run_time_strides("o", "nth")
-    base_strides, u_strides = run_time_strides("base", "shv"), run_time_strides("u", "shj")
+    u_strides = run_time_strides("u", "shj")
+    base_strides = (*run_time_strides("base", "shv"), 1) if spec.state_v_first else run_time_strides("base", "shvk")
     log_k_strides, d_strides = run_time_strides("lk", "shj"), run_time_strides("d", "shj")
     bias_strides, bonus_strides = run_time_strides("bias", "hk"), run_time_strides("bonus", "hk")
 
@@ -84,7 +86,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         A_log: T.Tensor((HV,), "float32"),
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
-        base: T.StridedTensor((slots, HV, V, K), (*base_strides, 1), spec.state_dtype),
+        base: T.StridedTensor((slots, HV, V, K), base_strides, spec.state_dtype),
         log_k: T.StridedTensor((slots, HV, capacity, K), (*log_k_strides, 1), dtype),
         log_u: T.StridedTensor((slots, HV, capacity, V), (*u_strides, 1), "float32"),
         log_d: T.StridedTensor((slots, HV, capacity, D), (*d_strides, 1), "float32"),
@@ -111,7 +113,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         with T.Kernel(n * HV * tiles_v, threads=threads) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            assume_multiples(base_strides, 8)
+            if spec.state_v_first:
+                assume_multiples(base_strides, 8)
             assume_multiples(u_strides, 8)
             assume_multiples(log_k_strides, 8)
             if D > 1:

@@ -14,6 +14,7 @@ from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import (
     CAPACITY,
     CURSOR_ROWS,
+    K_FIRST,
     RULES,
     TWO_LAUNCHES,
     DeltaLogDecodeSchedule,
@@ -69,6 +70,7 @@ class DeltaLogCache:
         state_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         base: Tensor | None = None,
+        state_v_first: bool = True,
         merge_every: int | None = None,
         launches: int | None = None,
     ) -> None:
@@ -81,6 +83,8 @@ class DeltaLogCache:
             state_dtype: of the base: float32, bfloat16 or float16; a narrow base is rounded once per fold.
             base: a pool of one's own, [slots, HV, V, K], used in place as it is; its last stride must be 1, the others
                 multiples of 8 elements, its address one of 16 bytes. Its dtype takes the place of state_dtype.
+            state_v_first: False for a pool [slots, HV, K, V], any strides, float32, rules kda and gdn: slower, since it is read
+                element by element. The attribute `base` is [slots, HV, V, K] all the same, a view.
             merge_every: tokens from one fold to the next, 1 (the dense recurrence) to 16; default: the schedule's.
             launches: 1, or 2 with ReplayPrep first; default: the schedule's.
 
@@ -99,7 +103,7 @@ class DeltaLogCache:
         if base is not None:
             if not isinstance(base, Tensor):
                 raise TypeError(f"base must be a torch.Tensor, got {type(base).__name__}")
-            _check_base(base, (slots, HV, V, K))
+            _check_base(base, (slots, HV, V, K), state_v_first)
             device, state_dtype = base.device, base.dtype
         for name, kind in (("dtype", dtype), ("state_dtype", state_dtype)):
             if kind not in FLOAT_DTYPES:
@@ -112,12 +116,22 @@ class DeltaLogCache:
             raise TypeError(f"dtype must be bfloat16 on {self.device}, got {dtype}")
         self.dtype = torch.float32 if on_cpu else dtype
         stored = _name(state_dtype)
-        fields: dict[str, Any] = {"dtype": _name(self.dtype), "capacity": CAPACITY, **RULES[rule]}
+        fields: dict[str, Any] = {
+            "dtype": _name(self.dtype),
+            "capacity": CAPACITY,
+            "state_v_first": bool(state_v_first),
+            **RULES[rule],
+        }
+        if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
+            built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
+            raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
         schedule = schedule_for(DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields), self.arch)
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):
             raise ValueError(f"launches must be 1 or 2, got {launches!r}")
+        if self.launches == 2 and not state_v_first:
+            raise ValueError("launches must be 1 where state_v_first is False")
         if self.launches == 2 and (rule, stored) not in TWO_LAUNCHES:
             pairs = ", ".join(f"{name} with a {kind} base" for name, kind in TWO_LAUNCHES)
             raise ValueError(f"launches must be 1 for {rule} with a {stored} base; two launches are built for {pairs}")
@@ -125,13 +139,15 @@ class DeltaLogCache:
         if not isinstance(self.merge_every, int) or not 1 <= self.merge_every <= CAPACITY:
             raise ValueError(f"merge_every must be an integer from 1 to {CAPACITY}, got {merge_every!r}")
         # Where the cpu's kernel reads another base, the op hands it a copy and takes that back.
-        kernel_state = cpu_state_dtype(rule, stored, self.launches) if on_cpu else stored
+        kernel_state = cpu_state_dtype(rule, stored, self.launches if state_v_first else 2) if on_cpu else stored
         self.spec = DeltaLogDecodeSpec(K, V, state_dtype=kernel_state, **fields)
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
             return torch.zeros((slots, HV, *shape), dtype=of, device=self.device)
 
-        self.base = zeros(V, K, of=state_dtype) if base is None else base
+        if base is None:
+            base = zeros(*((V, K) if state_v_first else (K, V)), of=state_dtype)
+        self.base = base if state_v_first else base.transpose(-1, -2)
         self.log_k = zeros(CAPACITY, K, of=self.dtype)
         self.log_u = zeros(CAPACITY, V, of=torch.float32)
         self.log_decay = zeros(CAPACITY, self.spec.decay_size, of=torch.float32)
@@ -279,13 +295,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_base(base: Tensor, shape: tuple[int, ...]) -> None:
+def _check_base(base: Tensor, shape: tuple[int, int, int, int], v_first: bool) -> None:
     check_dtype("base", base, FLOAT_DTYPES)
-    check_shape("base", base, "[slots, HV, V, K]", shape)
+    if v_first:
+        check_shape("base", base, "[slots, HV, V, K]", shape)
+    else:
+        check_shape("base", base, "[slots, HV, K, V]", (*shape[:2], shape[3], shape[2]))
     if base.requires_grad:
         raise ValueError("base must not require a gradient: it is written in place")
     strides = base.stride()
-    if strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]) or base.data_ptr() % 16:
+    if v_first and (strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]) or base.data_ptr() % 16):
         raise ValueError(
             "base must have a last stride of 1, other strides that are multiples of 8 elements, and an address that is one of "
             f"16 bytes: it is read and written in place; got strides {list(strides)} at {base.data_ptr() % 16} past 16 bytes"

@@ -6,6 +6,7 @@ When a log is folded into its base is none: it is a run-time number whose tuned 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from kda_tl.specs.schedules import SCHEDULES, Schedule
 __all__ = [
     "CAPACITY",
     "CURSOR_ROWS",
+    "K_FIRST",
     "RULES",
     "TWO_LAUNCHES",
     "DeltaLogDecodeSchedule",
@@ -39,6 +41,9 @@ RULES: dict[str, dict[str, object]] = {
 TWO_LAUNCHES = (("kda", "float32"), ("kda", "bfloat16"))
 """Rules and bases that are built as two launches too."""
 
+K_FIRST = ("kda", "gdn")
+"""Rules that are built for float32 bases [K, V] too."""
+
 
 def _check_rule(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> None:
     _check("head_dim_k", spec.head_dim_k, (64, 128))
@@ -61,6 +66,7 @@ class DeltaLogDecodeSpec(KernelSpec):
         delta: u = beta (v - S^T k); otherwise u = v.
         read_first: RWKV6: read before decay and write, plus a bonus for the token at hand.
         capacity: entries that the log of a slot and value head has room for.
+        state_v_first: the base is [V, K], read in accesses of 16 bytes; otherwise [K, V], read element by element.
         prepared: True for the second of two launches, behind DeltaLogPrepSpec.
     """
 
@@ -73,13 +79,15 @@ class DeltaLogDecodeSpec(KernelSpec):
     delta: bool = True
     read_first: bool = False
     capacity: int = CAPACITY
+    state_v_first: bool = True
     prepared: bool = False
 
     def __post_init__(self) -> None:
         _check_rule(self)
         _check("head_dim_v", self.head_dim_v, (64, 128))
         _check("state_dtype", self.state_dtype, DTYPES)
-        _check("prepared", self.prepared, (True, False))
+        _check("state_v_first", self.state_v_first, (True, False))
+        _check("prepared", self.prepared, (False,) if not self.state_v_first else (True, False))
 
     @property
     def decay_size(self) -> int:
@@ -166,6 +174,7 @@ def deltalog_default_specs(is_cpu: bool) -> list[KernelSpec]:
         single = {(rule, cpu_state_dtype(rule, base, 1)) for rule, base in single}
         double = {(rule, cpu_state_dtype(rule, base, 2)) for rule, base in double}
     specs: list[KernelSpec] = [_spec(dtype, rule, base, prepared=False) for rule, base in sorted(single)]
+    specs.extend(dataclasses.replace(_spec(dtype, rule, "float32", prepared=False), state_v_first=False) for rule in K_FIRST)
     specs.append(DeltaLogPrepSpec(dtype=dtype))
     return specs + [_spec(dtype, rule, base, prepared=True) for rule, base in sorted(double)]
 

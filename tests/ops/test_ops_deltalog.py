@@ -180,6 +180,25 @@ def test_a_pool_of_ones_own_is_used_in_place(state_dtype: torch.dtype) -> None:
     assert not torch.equal(storage[2, 1], before[2, 1])
 
 
+@pytest.mark.parametrize("rule", ["kda", "gdn"])
+def test_a_pool_with_keys_first(rule: str) -> None:
+    storage = torch.randn(4, 2, 2, K, V)
+    before = storage.clone()
+    cache = DeltaLogCache(4, 2, rule=rule, base=storage[:, 0], state_v_first=False, merge_every=3)
+    truth = before[[3, 1], 0].double()
+    for step in range(5):
+        x = tokens(2, 1, 1, 2, rule, "bounded", "cpu", step)
+        o = call(rule, x, cache, torch.tensor([3, 1], dtype=torch.int32))
+        o_true, states = recurrence(rule, x, truth)
+        truth = states[-1]
+        assert relative_error(o, o_true) < 1e-5 and relative_error(cache.read_state([3, 1]), truth) < 1e-5
+    cache.flush()
+    assert relative_error(storage[[3, 1], 0], truth) < 1e-5
+    assert torch.equal(storage[:, 1], before[:, 1]) and torch.equal(storage[[0, 2], 0], before[[0, 2], 0])
+    cache.write_state([0], truth[:1])
+    assert torch.equal(storage[0, 0], truth[0].float())
+
+
 def test_states_survive_every_kind_of_move() -> None:
     walk = Walk("kda", merge_every=7, gate="masked keys", seed=13)
     walk.write([0, 1, 2, 3, 4, 5])

@@ -24,7 +24,7 @@ from kda_tl.specs.schedules import SCHEDULES, schedule_for
 def test_keys_are_stable_and_specs_survive_as_a_dict() -> None:
     assert DeltaLogDecodeSpec().key == (
         "deltalog_decode[head_dim_k=128,head_dim_v=128,dtype=bfloat16,state_dtype=float32,decay=per_key,delta=True,"
-        "read_first=False,capacity=16,prepared=False]"
+        "read_first=False,capacity=16,state_v_first=True,prepared=False]"
     )
     for spec in (DeltaLogDecodeSpec(64, 64, **RULES["gdn"]), DeltaLogPrepSpec(**RULES["rwkv6"])):
         fields = spec.as_dict()

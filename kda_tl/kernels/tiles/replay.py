@@ -27,6 +27,7 @@ class BaseTile:
     rows: int
     K: int
     state_dtype: str
+    v_first: bool = True
 
     @property
     def groups(self) -> int:
@@ -40,6 +41,10 @@ class BaseTile:
     @property
     def vectors(self) -> int:
         return self.K // (ROW_LANES * self.width)
+
+    def across(self) -> Any:
+        """A loop over the elements of one access: neighbours in memory only where K is the last dimension."""
+        return wide(self.t, self.width) if self.v_first else T.unroll(self.width)
 
     def alloc(self) -> Any:
         return private(self.t, self.threads, (self.rows, self.vectors, self.width), self.state_dtype)
@@ -58,7 +63,7 @@ def load_base(tile, held, base, slot, value_head, first_v):
         for lane in lanes(tile.t, ROW_LANES):
             for r in T.unroll(tile.rows):
                 for vector in T.unroll(tile.vectors):
-                    for e in wide(tile.t, tile.width):
+                    for e in tile.across():
                         held[tile.thread(group, lane), r, vector, e] = base[
                             slot, value_head, first_v + r * tile.groups + group, tile.key(vector, lane) + e
                         ]
@@ -268,7 +273,7 @@ def fold_log(tile, held, base, keys, decays, writes, slot, value_head, first_v, 
                         held[tile.thread(group, lane), r, vector, e] = total[0, r, e] + weight[0, e] * T.cast(
                             held[tile.thread(group, lane), r, vector, e], "float32"
                         )
-                    for e in wide(t, tile.width):
+                    for e in tile.across():
                         base[slot, value_head, first_v + r * tile.groups + group, tile.key(vector, lane) + e] = held[
                             tile.thread(group, lane), r, vector, e
                         ]
