@@ -103,7 +103,7 @@ class DeltaLogCache:
         if base is not None:
             if not isinstance(base, Tensor):
                 raise TypeError(f"base must be a torch.Tensor, got {type(base).__name__}")
-            _check_base(base, (slots, HV, V, K), state_v_first)
+            base = _check_base(base, (slots, HV, V, K), bool(state_v_first))
             device, state_dtype = base.device, base.dtype
         for name, kind in (("dtype", dtype), ("state_dtype", state_dtype)):
             if kind not in FLOAT_DTYPES:
@@ -295,7 +295,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_base(base: Tensor, shape: tuple[int, int, int, int], v_first: bool) -> None:
+def _check_base(base: Tensor, shape: tuple[int, int, int, int], v_first: bool) -> Tensor:
+    """The pool, with strides that the launcher's checks accept where an axis of size 1 has any."""
     check_dtype("base", base, FLOAT_DTYPES)
     if v_first:
         check_shape("base", base, "[slots, HV, V, K]", shape)
@@ -303,9 +304,12 @@ def _check_base(base: Tensor, shape: tuple[int, int, int, int], v_first: bool) -
         check_shape("base", base, "[slots, HV, K, V]", (*shape[:2], shape[3], shape[2]))
     if base.requires_grad:
         raise ValueError("base must not require a gradient: it is written in place")
-    strides = base.stride()
-    if v_first and (strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]) or base.data_ptr() % 16):
+    if not v_first:
+        return base
+    strides = [8 if size == 1 else stride for size, stride in zip(base.shape, base.stride(), strict=True)]
+    if strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]) or base.data_ptr() % 16:
         raise ValueError(
             "base must have a last stride of 1, other strides that are multiples of 8 elements, and an address that is one of "
-            f"16 bytes: it is read and written in place; got strides {list(strides)} at {base.data_ptr() % 16} past 16 bytes"
+            f"16 bytes: it is read and written in place; got strides {strides} at {base.data_ptr() % 16} past 16 bytes"
         )
+    return base.as_strided(base.shape, strides)

@@ -180,6 +180,13 @@ def test_a_pool_of_ones_own_is_used_in_place(state_dtype: torch.dtype) -> None:
     assert not torch.equal(storage[2, 1], before[2, 1])
 
 
+def test_an_axis_of_size_one_may_have_any_stride() -> None:
+    storage = torch.zeros(2 * V * K + 9)
+    cache = DeltaLogCache(1, 2, base=storage.as_strided((1, 2, V, K), (3, V * K, K, 1)))
+    cache.write_state([0], torch.ones(1, 2, K, V))
+    assert storage[: 2 * V * K].eq(1).all() and not storage[2 * V * K :].any()
+
+
 @pytest.mark.parametrize("rule", ["kda", "gdn"])
 def test_a_pool_with_keys_first(rule: str) -> None:
     storage = torch.randn(4, 2, 2, K, V)
