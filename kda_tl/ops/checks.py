@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["check_cu_seqlens", "check_dtype", "check_shape", "check_tensors", "host_offsets"]
 
@@ -17,8 +16,6 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, FakeTensor):
-            raise NotImplementedError(f"{name} is a fake tensor: the kernels are not registered with torch.library yet")
         devices.setdefault(tensor.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -44,9 +41,14 @@ def host_offsets(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) 
 
 
 def check_cu_seqlens(
-    cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, batch: int, seq_len: int, device: torch.device
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_cpu: torch.Tensor | None,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    values: bool = True,
 ) -> None:
-    """cu_seqlens [N + 1]: int32 or int64, from 0, not decreasing, at most T; values are checked where the host knows them."""
+    """cu_seqlens [N + 1]: int32 or int64, from 0, not decreasing, at most T; `values` are checked where the host knows them."""
     for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if offsets is None:
             continue
@@ -63,6 +65,8 @@ def check_cu_seqlens(
         raise ValueError(f"cu_seqlens_cpu must be on the cpu, got {cu_seqlens_cpu.device}")
     if batch != 1:
         raise ValueError(f"q must have batch size 1 where cu_seqlens is given (pack the sequences along T), got {batch}")
+    if not values:
+        return
     if (
         cu_seqlens_cpu is not None
         and cu_seqlens.device.type == "cpu"

@@ -105,22 +105,23 @@ def deltalog_decode_rwkv6(
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    bonus: Tensor,
+    u: Tensor,
     cache: DeltaLogCache,
     state_indices: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = None,
     null_index: int | None = None,
     valid: Tensor | None = None,
     verify: bool | None = None,
 ) -> Tensor:
-    """One step of RWKV6: o = scale (r^T S + (r . (bonus k)) v), then S <- Diag(e^w) S + k v^T.
+    """One step of RWKV6: o = scale (r^T S + (r . (u k)) v), then S <- Diag(e^w) S + k v^T.
 
-    r, k [n, T, H, K]; v [n, T, HV, V]; w [n, T, HV, K] natural-log decay; bonus [HV, K], any float dtype. The rest, what is
+    r, k [n, T, H, K]; v [n, T, HV, V]; w [n, T, HV, K] natural-log decay; u [H, K], the bonus of the token at hand, any float
+    dtype. The rest, what is
     returned and what is raised as for `deltalog_decode_kda`.
     """
     return _decode(
-        "rwkv6", r, k, v, w, None, bonus, cache, state_indices, scale, null_index, False, GateForm.IDENTITY, BetaForm.IDENTITY,
+        "rwkv6", r, k, v, w, None, u, cache, state_indices, scale, null_index, False, GateForm.IDENTITY, BetaForm.IDENTITY,
         None, None, None, valid, verify,
     )  # fmt: skip
 
@@ -150,7 +151,7 @@ def _decode(
     lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None, valid: Tensor | None, verify: bool | None,
 ) -> Tensor:  # fmt: skip
     names = ("r", "w") if rule == "rwkv6" else ("q", "g")
-    required = {names[0]: q, "k": k, "v": v, names[1]: g, **({"bonus": bonus} if rule == "rwkv6" else {"beta": beta})}
+    required = {names[0]: q, "k": k, "v": v, names[1]: g, **({"u": bonus} if rule == "rwkv6" else {"beta": beta})}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "valid": valid}
     present: dict[str, Any] = {**required, "state_indices": state_indices}
     present |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -188,10 +189,10 @@ def _decode(
         gates.append(("beta", beta))
     for name, tensor in gates:
         check_dtype(name, tensor, FLOAT_DTYPES)
-    for name, tensor, kind in (("bonus", bonus, "[HV, K]"), ("A_log", A_log, "[HV]")):
+    for name, tensor, kind in (("u", bonus, "[H, K]"), ("A_log", A_log, "[HV]")):
         if tensor is not None:
             check_dtype(name, tensor, FLOAT_DTYPES)
-            check_shape(name, tensor, kind, (HV, K) if name == "bonus" else (HV,))
+            check_shape(name, tensor, kind, (H, K) if name == "u" else (HV,))
     if dt_bias is not None:
         check_dtype("dt_bias", dt_bias, FLOAT_DTYPES)
         allowed = ((HV, K), (HV * K,)) if per_key else ((HV,),)

@@ -19,7 +19,7 @@ NO_SLOT = -1  # out of range, and so padding already
 
 @dataclass(frozen=True)
 class Call:
-    """g [n, T, HV, K or 1]; the rest as the public functions take it."""
+    """g [n, T, HV, K or 1]; bonus [H, K]; the rest as the public functions take it."""
 
     q: Tensor
     k: Tensor
@@ -64,7 +64,7 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     D = cache.spec.decay_size
     A_log = cache.log_decay.flatten()[:HV] if call.A_log is None else _float(call.A_log)
     dt_bias = _absent(device, torch.float32, HV, D) if call.dt_bias is None else _float(call.dt_bias).reshape(HV, D)
-    bonus = _absent(device, torch.float32, HV, K) if call.bonus is None else _float(call.bonus)
+    bonus = _absent(device, torch.float32, HV, K) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
     indices = call.state_indices.to(torch.int32).contiguous()
     valid = indices if call.valid is None else call.valid.to(torch.int32).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
@@ -95,6 +95,10 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
 def _absent(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Stands for a tensor that no one reads."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _per_value_head(rows: Tensor, HV: int) -> Tensor:
+    return rows if rows.shape[0] == HV else rows.repeat_interleave(HV // rows.shape[0], 0)
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -5,12 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kda_tl.ops.chunk_kda import chunk_kda, plan_chunk_kda
+from kda_tl.ops.chunk_delta_rule import chunk_delta_rule
+from kda_tl.ops.chunk_gdn import chunk_gated_delta_rule, chunk_gdn
+from kda_tl.ops.chunk_gla import chunk_gla
+from kda_tl.ops.chunk_kda import chunk_kda
+from kda_tl.ops.chunk_linear_attention import chunk_linear_attention
+from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
+from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
 from kda_tl.ops.plan import Plan
+from kda_tl.ops.prefill import plan
 
-__all__ = ["explain"]
+__all__ = ["PLANNERS", "PREFILL_OPS", "explain", "workspace_bytes"]
 
-PLANNERS: dict[str, Callable[..., Plan]] = {chunk_kda.__name__: plan_chunk_kda}
+PREFILL_OPS: dict[str, Any] = {
+    "chunk_kda": chunk_kda,
+    "chunk_gdn": chunk_gdn,
+    "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "chunk_delta_rule": chunk_delta_rule,
+    "chunk_gla": chunk_gla,
+    "chunk_simple_gla": chunk_simple_gla,
+    "chunk_linear_attention": chunk_linear_attention,
+    "chunk_rwkv6": chunk_rwkv6,
+}
+
+
+def _planner(function: Any) -> Callable[..., Plan]:
+    return lambda *args, **kwargs: plan(function.op, function.arguments(*args, **kwargs))
+
+
+PLANNERS: dict[str, Callable[..., Plan]] = {name: _planner(function) for name, function in PREFILL_OPS.items()}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -23,3 +46,14 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     if name not in PLANNERS:
         raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
     return PLANNERS[name](*args, **kwargs)
+
+
+def workspace_bytes(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Bytes of device memory that `op(*args, **kwargs)` allocates for its kernels and frees again, results not included.
+
+    Known before anything is launched, from types and shapes alone: no sync, no allocation, no kernel, no artifact needed.
+
+    Raises:
+        ValueError, TypeError: as `explain`.
+    """
+    return explain(op, *args, **kwargs).workspace_bytes

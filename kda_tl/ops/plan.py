@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from kda_tl.runtime.dispatcher import choose
 from kda_tl.specs.kernels import KernelSpec
 
-__all__ = ["Launch", "Plan"]
+__all__ = ["Launch", "Plan", "counted"]
+
+
+def counted(number: int, what: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 CumulativeLengths = Sequence[int] | Tensor
+DECAYS = ("none", "scalar", "per_key")
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """Checked inputs in the compute dtype. Batch and time are flattened, so that a dense batch and a pack look alike.
 
-    q, k [B * T, H, K]; v [B * T, HV, V]; g [B * T, HV, K] natural-log decay; beta [B * T, HV]; state [N, HV, K, V];
-    sequence n owns the flat tokens starts[n] to starts[n] + lengths[n] - 1; offsets[n] is its first token in its
-    batch row or pack.
+    q, k [B * T, H, K]; v [B * T, HV, V]; g [B * T, HV, K] natural-log decay, zero for a rule without; beta [B * T, HV],
+    read by delta rules only; bonus [HV, K], read by read_first rules only; state [N, HV, K, V]; sequence n owns the flat
+    tokens starts[n] to starts[n] + lengths[n] - 1; offsets[n] is its first token in its batch row or pack.
     """
 
     q: Tensor
@@ -28,6 +29,7 @@ class Inputs:
     v: Tensor
     g: Tensor
     beta: Tensor
+    bonus: Tensor
     state: Tensor
     scale: float
     starts: list[int]
@@ -40,12 +42,24 @@ class Inputs:
         return self.v.shape[1] // self.q.shape[1]
 
 
+def check_rule(decay: str, delta: bool, read_first: bool) -> None:
+    """Raises ValueError for a rule that is not in the family."""
+    if decay not in DECAYS:
+        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
+    if read_first and delta:
+        raise ValueError("read_first=True needs delta=False: no rule reads before a delta-corrected write")
+
+
 def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    bonus: Tensor | None,
+    decay: str,
+    delta: bool,
+    read_first: bool,
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: CumulativeLengths | None,
@@ -56,11 +70,18 @@ def check_inputs(
 
     Raises TypeError for an argument that is not a floating-point tensor, ValueError for any other wrong argument.
     """
+    check_rule(decay, delta, read_first)
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    if initial_state is not None:
-        named["initial_state"] = initial_state
+    for name, absent, needs in (
+        ("g", decay == "none", "a rule with decay, decay is 'none'"),
+        ("beta", not delta, "a rule with the delta correction, delta is False"),
+        ("bonus", not read_first, "a rule that reads first, read_first is False"),
+    ):
+        if absent and {"g": g, "beta": beta, "bonus": bonus}[name] is not None:
+            raise ValueError(f"{name} needs {needs}: leave it out")
+    optional = {"g": g, "beta": beta, "bonus": bonus, "initial_state": initial_state}
+    named = {"q": q, "k": k, "v": v, **{name: x for name, x in optional.items() if x is not None}}
     for name, x in named.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -81,12 +102,22 @@ def check_inputs(
             raise ValueError(f"{name} must be at least 1, got {size}")
     if HV % H:
         raise ValueError(f"v has HV = {HV} heads, which must be a multiple of the H = {H} heads of q and k")
-    if g.shape not in ((B, T, HV, K), (B, T, HV)):
-        raise ValueError(f"g must be [B, T, HV, K] = {(B, T, HV, K)} or [B, T, HV] = {(B, T, HV)}, got {tuple(g.shape)}")
+    if g is None:
+        g = torch.zeros((), dtype=dtype, device=q.device).expand(B, T, HV)
+    if g.shape not in ((B, T, HV, K), (B, T, HV)) or (decay == "scalar" and g.dim() == 4):
+        per_key = f"[B, T, HV, K] = {(B, T, HV, K)} or " if decay == "per_key" else ""
+        raise ValueError(f"g must be {per_key}[B, T, HV] = {(B, T, HV)}, got {tuple(g.shape)}")
     if g.dim() == 3:
         g = g.unsqueeze(-1).expand(B, T, HV, K)
+    if beta is None:
+        beta = torch.ones((), dtype=dtype, device=q.device).expand(B, T, HV)
     if beta.shape != (B, T, HV):
         raise ValueError(f"beta must be [B, T, HV] = {(B, T, HV)}, got {tuple(beta.shape)}")
+    if bonus is None:
+        bonus = torch.zeros((), dtype=dtype, device=q.device).expand(H, K)
+    if bonus.shape != (H, K):
+        raise ValueError(f"bonus must be [H, K] = {(H, K)}, got {tuple(bonus.shape)}")
+    bonus = bonus.to(dtype).repeat_interleave(HV // H, 0)
 
     if cu_seqlens is None:
         offsets, lengths = [0] * B, [T] * B
@@ -110,7 +141,7 @@ def check_inputs(
         return x.to(dtype).flatten(0, 1)
 
     scale = K**-0.5 if scale is None else float(scale)
-    return Inputs(flat(q), flat(k), flat(v), flat(g), flat(beta), state, scale, starts, offsets, lengths)
+    return Inputs(flat(q), flat(k), flat(v), flat(g), flat(beta), bonus, state, scale, starts, offsets, lengths)
 
 
 def _check_cu_seqlens(cu_seqlens: CumulativeLengths, B: int, T: int) -> list[int]:

@@ -1,4 +1,4 @@
-r"""The chunk form of the delta rule with per-key decay, with every intermediate that a kernel may store.
+r"""The chunk form of every rule of the family, with every intermediate that a kernel may store.
 
 Derivation, for one value head and one chunk of C tokens entered with the state S [K, V]. Let G_i be the sum of g over
 the chunk's tokens up to and including i, and S_i the state after token i.
@@ -20,11 +20,20 @@ the chunk's tokens up to and including i, and S_i the state after token i.
 3. Outputs. o = scale ((q e^G) S + P u), where P_ij = sum_c q_ic k_jc e^{G_ic - G_jc} for j <= i, zero elsewhere.
 
 4. Affine map. Putting u into S' gives S' = M S + B, with M = Diag(e^{G_last}) - (k e^{G_last - G})^T W and
-   B = (k e^{G_last - G})^T U. Such maps compose, so chunks and segments can be taken in any grouping.
+   B = (k e^{G_last - G})^T U. Such maps compose, so chunks and segments can be taken in any grouping (`affine`).
+
+Without the delta correction u = v: A and W vanish, A_inv is the identity, U is v. One decay for all channels is a g that is
+equal in every column, no decay is g = 0.
+
+RWKV6 reads S_{i-1} before its own token, so its products are exclusive: o = scale ((q e^{G_{i-1}}) S + P v) with
+P_ij = sum_c q_ic k_jc e^{G_{i-1,c} - G_jc} for j < i, and the bonus on the diagonal, P_ii = sum_c q_ic bonus_c k_ic.
 
 Exponents. A_ij could be (k e^G)(k e^{-G})^T, but e^{-G} overflows for a strong gate. `decay_products` chooses reference
 rows between j and i instead, so that both factors are at most 1. Nor is G_i - G_j ever formed by subtraction: after a
 mask of -1000 a float32 G has lost the decays that follow, so every sum is taken outward from its reference row.
+
+Gradients. The same holds backward: every exponential is at most 1 and its gradient is a product with it, every sum goes
+one way, and no infinity ever meets a zero. A decay of a token that no earlier key or state meets gets a gradient of exactly 0.
 
 Source: Kimi Linear, arXiv 2510.26692; the WY representation of the delta rule, arXiv 2406.06484.
 """
@@ -45,25 +54,27 @@ class ChunkIntermediates:
 
     A dense batch counts as B sequences. An empty sequence has no chunk. C is the chunk size. A partial last chunk is
     padded: past `length`, rows and columns of A, A_inv, P, W and U are zero and G repeats its last valid row.
+    Without the delta correction A and W are zero, A_inv is the identity and U is v.
     """
 
     sequence: Tensor  # [NC] int64: batch row, or index in the pack
     start: Tensor  # [NC] int64: first token, counted in its batch row or pack
     length: Tensor  # [NC] int64: valid tokens, 1 to C
-    G: Tensor  # [NC, HV, C, K]: cumulative natural-log decay from the chunk's start, that token's included
+    G: Tensor  # [NC, HV, C, K]: cumulative natural-log decay from the chunk's start, that token's included; scalars repeated
     A: Tensor  # [NC, HV, C, C]: strictly lower decay products of k with k, without beta
     A_inv: Tensor  # [NC, HV, C, C]: (I + Diag(beta) A)^-1 Diag(beta)
-    P: Tensor  # [NC, HV, C, C]: lower decay products of q with k, diagonal included, without scale
+    P: Tensor  # [NC, HV, C, C]: lower decay products of q with k, without scale; read_first: exclusive, bonus on the diagonal
     W: Tensor  # [NC, HV, C, K]: A_inv (k e^G)
     U: Tensor  # [NC, HV, C, V]: A_inv v
     states: Tensor  # [NC, HV, K, V]: the state before each chunk, in this layout whatever state_v_first says
+    states_after: Tensor  # [NC, HV, K, V]: the state after each chunk; for the last one of a sequence, its final state
 
 
 def _reverse_cumsum(x: Tensor) -> Tensor:
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
-def _decay_to_end(g: Tensor) -> Tensor:
+def decay_to_end(g: Tensor) -> Tensor:
     """G_last - G, summed backward from the last row; g [..., C, K]."""
     return torch.cat([_reverse_cumsum(g[..., 1:, :]), torch.zeros_like(g[..., :1, :])], -2)
 
@@ -102,6 +113,16 @@ def decay_products(a: Tensor, b: Tensor, g: Tensor, strict: bool) -> Tensor:
     return X[..., 0, :C, :C]
 
 
+def exclusive_decay_products(a: Tensor, b: Tensor, g: Tensor) -> Tensor:
+    """X[i, j] = sum_c a[i, c] b[j, c] exp(g[j + 1, c] + ... + g[i - 1, c]) for j < i, else zero: row i without its own decay.
+
+    Arguments and result as in `decay_products`. Row i here is row i - 1 there, with the next a in it.
+    """
+    following = torch.cat([a[..., 1:, :], torch.zeros_like(a[..., :1, :])], -2)
+    X = decay_products(following, b, g, strict=False)
+    return torch.cat([torch.zeros_like(X[..., :1, :]), X[..., :-1, :]], -2)
+
+
 def triangular_inverse(A: Tensor, beta: Tensor) -> Tensor:
     """A_inv = (I + Diag(beta) A)^-1 Diag(beta), lower triangular with beta on its diagonal.
 
@@ -126,43 +147,25 @@ def chunk_wy(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Ten
     return A, A_inv, A_inv @ (k * g.cumsum(-2).exp()), A_inv @ v
 
 
-def chunk_affine(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """(transition, bias): the state after the chunk is transition @ S + bias for any incoming state S [..., K, V].
-
-    k [..., C, K], v [..., C, V], beta [..., C]; g as in `decay_products`, per step. Any C >= 1, so a whole segment may
-    be one chunk. Returns transition [..., K, K] and bias [..., K, V]. Derivation: module docstring, step 4.
-    """
-    if k.shape[-2] < 1:
-        raise ValueError("chunk_affine needs at least one token (the map of none is the identity and zero)")
-    _, _, W, U = chunk_wy(k, v, g, beta)
-    k_to_end = (k * _decay_to_end(g).exp()).transpose(-1, -2)
-    decay = g.sum(-2).exp().expand(*k.shape[:-2], k.shape[-1])
-    return torch.diag_embed(decay) - k_to_end @ W, k_to_end @ U
-
-
-def compose(later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The affine map that applies `earlier`, then `later`; each is (transition [..., K, K], bias [..., K, V]).
-
-    M1 (M0 S + B0) + B1 = (M1 M0) S + (M1 B0 + B1). Associative, not commutative; the unit is (I, 0).
-    """
-    (M1, B1), (M0, B0) = later, earlier
-    return M1 @ M0, M1 @ B0 + B1
-
-
-def chunk_kda(
+def chunk_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: CumulativeLengths | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
     dtype: torch.dtype = torch.float64,
+    *,
+    decay: str,
+    delta: bool,
+    read_first: bool = False,
 ) -> tuple[Tensor, Tensor, ChunkIntermediates]:
-    """`recurrent_kda` in the chunk form: same arguments, results and errors, plus the intermediates.
+    """`recurrent_rule` in the chunk form: same arguments, results and errors, plus the intermediates.
 
     chunk_size is any positive number of tokens. Chunks start anew at the start of every sequence.
 
@@ -174,31 +177,44 @@ def chunk_kda(
     """
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive number of tokens, got {chunk_size!r}")
-    x = check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first, dtype)
+    x = check_inputs(q, k, v, g, beta, bonus, decay, delta, read_first, scale, initial_state, cu_seqlens, state_v_first, dtype)
     chunks = _Chunks.of(x, chunk_size)
 
     q_c, k_c = (chunks.gather(tokens).repeat_interleave(x.group, 1) for tokens in (x.q, x.k))
     v_c, g_c = chunks.gather(x.v), chunks.gather(x.g)
-    beta_c = chunks.gather(x.beta.unsqueeze(-1)).squeeze(-1)
 
     G = g_c.cumsum(-2)
-    A, A_inv, W, U = chunk_wy(k_c, v_c, g_c, beta_c)
-    P = decay_products(q_c, k_c, g_c, strict=False)
+    if delta:
+        A, A_inv, W, U = chunk_wy(k_c, v_c, g_c, chunks.gather(x.beta.unsqueeze(-1)).squeeze(-1))
+    else:
+        A_inv = torch.diag_embed(chunks.valid.to(dtype)).unsqueeze(1).expand(-1, v.shape[2], -1, -1)
+        A, W, U = torch.zeros_like(A_inv), torch.zeros_like(k_c), v_c
+    if read_first:
+        own = (q_c * x.bonus.unsqueeze(-2) * k_c).sum(-1)
+        P = exclusive_decay_products(q_c, k_c, g_c) + torch.diag_embed(own)
+        decay_to_read = torch.cat([torch.zeros_like(G[..., :1, :]), G[..., :-1, :]], -2)
+    else:
+        P = decay_products(q_c, k_c, g_c, strict=False)
+        decay_to_read = G
 
     walk = Lockstep.of(chunks.first, chunks.count, q.device)
     W_step, U_step = walk.split(W), walk.split(U)
-    keys_to_end = walk.split((k_c * _decay_to_end(g_c).exp()).transpose(-1, -2))
+    keys_to_end = walk.split((k_c * decay_to_end(g_c).exp()).transpose(-1, -2))
     decays = walk.split(G[..., -1, :].exp().unsqueeze(-1))
-    states: list[Tensor] = []
+    before: list[Tensor] = []
+    after: list[Tensor] = []
 
     def step(state: Tensor, i: int) -> Tensor:
-        states.append(state)
-        return decays[i] * state + keys_to_end[i] @ (U_step[i] - W_step[i] @ state)
+        before.append(state)
+        u = U_step[i] - W_step[i] @ state if delta else U_step[i]
+        after.append(decays[i] * state + keys_to_end[i] @ u)
+        return after[-1]
 
     final_state = walk.scan(x.state, step)
-    S = walk.join(states, x.state.new_zeros(len(chunks.length), *x.state.shape[1:]))
-    u = U - W @ S
-    o_c = x.scale * ((q_c * G.exp()) @ S + P @ u)
+    no_states = x.state.new_zeros(len(chunks.length), *x.state.shape[1:])
+    S = walk.join(before, no_states)
+    u = U - W @ S if delta else U
+    o_c = x.scale * ((q_c * decay_to_read.exp()) @ S + P @ u)
     o = chunks.scatter(o_c, torch.zeros_like(x.v)).reshape(v.shape)
     final_state = (final_state.transpose(-1, -2) if state_v_first else final_state).contiguous()
     intermediates = ChunkIntermediates(
@@ -212,8 +228,49 @@ def chunk_kda(
         W=W,
         U=U,
         states=S,
+        states_after=walk.join(after, no_states),
     )
     return o, final_state, intermediates
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: CumulativeLengths | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, ChunkIntermediates]:
+    """`chunk_rule` for Kimi Delta Attention (`recurrent_kda`)."""
+    return chunk_rule(
+        q, k, v, g, beta, None, scale, initial_state, cu_seqlens, state_v_first, chunk_size, dtype,
+        decay="per_key", delta=True,
+    )  # fmt: skip
+
+
+def chunk_gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: CumulativeLengths | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, ChunkIntermediates]:
+    """`chunk_rule` for Gated DeltaNet (`recurrent_gdn`)."""
+    return chunk_rule(
+        q, k, v, g, beta, None, scale, initial_state, cu_seqlens, state_v_first, chunk_size, dtype,
+        decay="scalar", delta=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

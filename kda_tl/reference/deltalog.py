@@ -120,7 +120,7 @@ def deltalog_kda(
     Raises:
         TypeError, ValueError: as `recurrent_kda`; an interval below 1.
     """
-    x = check_inputs(q, k, v, g, beta, scale, initial_state, None, False, dtype)
+    x = check_inputs(q, k, v, g, beta, None, "per_key", True, False, scale, initial_state, None, False, dtype)
     window = _check_windows(merge_every, first_window)
     B, T = q.shape[:2]
     group = x.group
@@ -143,7 +143,7 @@ def deltalog_rwkv6(
     v: Tensor,
     w: Tensor,
     bonus: Tensor,
-    scale: float = 1.0,
+    scale: float | None = None,
     initial_state: Tensor | None = None,
     merge_every: int = 8,
     first_window: int | None = None,
@@ -151,19 +151,17 @@ def deltalog_rwkv6(
 ) -> tuple[Tensor, DeltaLogState]:
     """RWKV6 by output-only replay: o = scale (r^T S + (r . (bonus k)) v), then append (k, v, w).
 
-    r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; bonus [HV, K]. Otherwise as `deltalog_kda`.
+    r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; bonus [H, K]. Otherwise as `deltalog_kda`.
     """
-    x = check_inputs(r, k, v, w, w[..., 0], scale, initial_state, None, False, dtype)
+    x = check_inputs(r, k, v, w, None, bonus, "per_key", False, True, scale, initial_state, None, False, dtype)
     window = _check_windows(merge_every, first_window)
     B, T = r.shape[:2]
-    if bonus.shape != x.g.shape[1:]:
-        raise ValueError(f"bonus must be [HV, K] = {tuple(x.g.shape[1:])}, got {tuple(bonus.shape)}")
     reads, keys = (y.repeat_interleave(x.group, 1).unflatten(0, (B, T)) for y in (x.q, x.k))
     values, decays = (y.unflatten(0, (B, T)) for y in (x.v, x.g))
     state, outputs = DeltaLogState.of(x.state), []
     for t in range(T):
-        now = (reads[:, t] * bonus.to(dtype) * keys[:, t]).sum(-1, keepdim=True)
-        outputs.append(scale * (state.read(reads[:, t]) + now * values[:, t]))
+        now = (reads[:, t] * x.bonus * keys[:, t]).sum(-1, keepdim=True)
+        outputs.append(x.scale * (state.read(reads[:, t]) + now * values[:, t]))
         state = state.append(keys[:, t], values[:, t], decays[:, t])
         if state.cursor >= window:
             state, window = state.merge(), merge_every

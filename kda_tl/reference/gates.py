@@ -18,6 +18,16 @@ def _promoted(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
+def _rate(A_log: Tensor) -> Tensor:
+    """exp(A_log), with A_log held below 80: a float32 infinity would meet zeros, in the gate at x = 0 and in its gradient where
+    the sigmoid saturates. e^80 saturates for any |x| > 1e-33 all the same."""
+    return A_log.clamp(max=80.0).exp()
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last dim; x [..., K]. A zero row stays zero, with a finite gradient.
 
@@ -56,11 +66,40 @@ def kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = No
     x, *parameters = _promoted(*(p for p in (g, A_log, dt_bias) if p is not None))
     if dt_bias is not None:
         x = x + parameters.pop().reshape(HV, K)
-    rate = parameters.pop().exp().unsqueeze(-1) if A_log is not None else None
+    rate = _rate(parameters.pop()).unsqueeze(-1) if A_log is not None else None
     if lower_bound is None:
         assert rate is not None
-        return -rate * torch.logaddexp(x, torch.zeros_like(x))
+        return -rate * _softplus(x)
     return lower_bound * torch.sigmoid(x if rate is None else rate * x)
+
+
+def gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """Natural-log decay (<= 0) of GDN from the raw gate input: -exp(A_log) * softplus(g + dt_bias).
+
+    g [B, T, HV]; A_log [HV]; dt_bias [HV], zero if left out; returns [B, T, HV]. The softplus is exact.
+    Raises ValueError for a wrong shape.
+    Source: Gated Delta Networks, arXiv 2412.06464, after Mamba-2.
+    """
+    if g.dim() != 3:
+        raise ValueError(f"g must be [B, T, HV], got {tuple(g.shape)}")
+    for name, parameter in {"A_log": A_log, "dt_bias": dt_bias}.items():
+        if parameter is not None and parameter.shape != g.shape[2:]:
+            raise ValueError(f"{name} must be [HV] = {tuple(g.shape[2:])}, got {tuple(parameter.shape)}")
+    x, A_log, *bias = _promoted(*(p for p in (g, A_log, dt_bias) if p is not None))
+    return -_rate(A_log) * _softplus(x + bias[0] if bias else x)
+
+
+def check_log_decay(g: Tensor) -> None:
+    """Raises ValueError where g holds what is no natural-log decay: a value above 0, as exp(g) in place of g would be.
+
+    NaN passes: it is for the caller to see. Reads every value, so on a GPU it waits for the device.
+    """
+    if g.numel() and bool((g > 0).any()):
+        above = int((g > 0).sum())
+        raise ValueError(
+            f"g must hold natural-log decays <= 0 (exp(g) is the decay), got {above} of {g.numel()} values above 0, "
+            f"the largest {float(g.nan_to_num(nan=0.0).max())}"
+        )
 
 
 def beta_sigmoid(beta: Tensor, allow_neg_eigval: bool = False) -> Tensor:

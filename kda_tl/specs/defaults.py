@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.deltalog import deltalog_default_specs
-from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
+from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.prefill import prefill_specs
 
-__all__ = ["default_specs"]
+__all__ = ["MAX_PROGRAMS", "default_specs"]
+
+MAX_PROGRAMS = 120
+"""Per arch: what two cores compile in about five minutes."""
 
 
 def default_specs(arch: str) -> list[KernelSpec]:
     """Every spec that ships for `arch`. Raises ValueError for an unknown arch."""
-    dtype = "float32" if arch_row(arch).is_cpu else "bfloat16"
-    return [ChunkWySpec(dtype=dtype), ChunkScanSpec(dtype=dtype), *deltalog_default_specs(arch_row(arch).is_cpu)]
+    is_cpu = arch_row(arch).is_cpu
+    return [*prefill_specs(is_cpu), *deltalog_default_specs(is_cpu)]

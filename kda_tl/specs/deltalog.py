@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kda_tl.specs import rules
 from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, _check
 from kda_tl.specs.schedules import SCHEDULES, Schedule
 
@@ -32,11 +33,7 @@ CURSOR_ROWS = 16
 """Rows of V that share one copy of the cursor. Every block reads and writes the copies of its own rows and no others, so that
 blocks of one slot never race, however many a schedule gives it."""
 
-RULES: dict[str, dict[str, object]] = {
-    "kda": {"decay": "per_key", "delta": True, "read_first": False},
-    "gdn": {"decay": "scalar", "delta": True, "read_first": False},
-    "rwkv6": {"decay": "per_key", "delta": False, "read_first": True},
-}
+RULES = {name: rules.RULES[name].as_dict() for name in ("kda", "gdn", "rwkv6")}
 
 TWO_LAUNCHES = (("kda", "float32"), ("kda", "bfloat16"))
 """Rules and bases that are built as two launches too."""

@@ -42,7 +42,7 @@ def tokens(
         x["g"] = x["g"][..., 0].contiguous()
     if rule == "rwkv6":
         x["g"] = GATES[gate](uniform)
-        return {"r": x["q"], "k": x["k"], "v": x["v"], "w": x["g"], "bonus": normal(HV, K, of=torch.float32)}
+        return {"r": x["q"], "k": x["k"], "v": x["v"], "w": x["g"], "u": normal(H, K, of=torch.float32)}
     x["beta"] = normal(n, T, HV) if fused else torch.rand((n, T, HV), generator=generator, device=device)
     if fused:
         x |= {"A_log": normal(HV, of=torch.float32), "dt_bias": normal(HV, *([K] if rule == "kda" else []), of=torch.float32)}
@@ -66,8 +66,10 @@ def recurrence(rule: str, x: dict[str, Any], state: Tensor) -> tuple[Tensor, lis
     o, states = torch.zeros_like(v), [state]
     for t in range(T):
         if rule == "rwkv6":
-            now = (q[:, t] * x["bonus"].double() * k[:, t]).sum(-1, keepdim=True) * v[:, t]
-            o[:, t] = (q[:, t].unsqueeze(-2) @ state).squeeze(-2) + now
+            now = (q[:, t] * x["u"].double().repeat_interleave(HV // x["u"].shape[0], 0) * k[:, t]).sum(-1, keepdim=True) * v[
+                :, t
+            ]
+            o[:, t] = K**-0.5 * ((q[:, t].unsqueeze(-2) @ state).squeeze(-2) + now)
             state = g[:, t].exp() * state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
         else:
             beta = x["beta"][:, t].double()
@@ -135,7 +137,10 @@ class Walk:
             options["valid"] = torch.tensor(valid, dtype=torch.int32, device=self.device)
         o = call(self.rule, x, self.cache, self.indices(slots), verify=verify, **options)
         live = [i for i, slot in enumerate(slots) if 0 <= slot < self.slots and slot != options.get("null_index")]
-        rows = {name: y[live] if isinstance(y, Tensor) and name in "qkvgrwbeta" else y for name, y in x.items()}
+        rows = {
+            name: y[live] if isinstance(y, Tensor) and name in ("q", "k", "v", "g", "r", "w", "beta") else y
+            for name, y in x.items()
+        }
         used = [slots[i] for i in live]
         o_true, states = recurrence(self.rule, rows, self.truth[used])
         for row, i in enumerate(live):

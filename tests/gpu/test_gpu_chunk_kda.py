@@ -212,11 +212,17 @@ def test_tensors_of_more_than_2_31_elements(arch: str) -> None:
     assert not o[:, : T - tail].any()
 
 
-def test_inputs_that_need_a_gradient_are_refused(arch: str) -> None:
-    x = make_inputs(Case("gradient", T=10), "cuda", seed=33)
-    x["v"] = x["v"].clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"^v requires a gradient"):
-        kda_tl.chunk_kda(**x)
+def test_gradients(arch: str) -> None:
+    x = make_inputs(Case("gradient", T=200), "cuda", seed=33)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
+    o, state = kda_tl.chunk_kda(**leaves, output_final_state=True)
+    (o.float().sum() + state.sum()).backward()
+    truth = {name: tensor.detach().double().requires_grad_() for name, tensor in x.items()}
+    o_true, state_true = recurrent_kda(**truth)
+    (o_true.sum() + state_true.sum()).backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad.dtype == leaf.dtype
+        assert (leaf.grad.double() - truth[name].grad).norm() <= 0.004 * truth[name].grad.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -71,12 +71,17 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
     ),
     ("g is per head, as in GDN", ValueError, "g must have shape [B, T, HV, K]", lambda x: {"g": x["g"][..., 0]}),
     (
-        "K is 64",
+        "K is 256",
         ValueError,
-        "K, the last size of q, must be 128, got 64",
-        lambda x: {n: x[n][..., :64] for n in ("q", "k", "g")},
+        "K, the last size of q, must be from 1 to 128, got 256",
+        lambda x: {n: torch.cat([x[n]] * 2, -1) for n in ("q", "k", "g")},
     ),
-    ("V is 256", ValueError, "V, the last size of v, must be 128, got 256", lambda x: {"v": x["v"].repeat(1, 1, 1, 2)}),
+    (
+        "V is 384",
+        ValueError,
+        "V, the last size of v, must be from 1 to 256, got 384",
+        lambda x: {"v": x["v"].repeat(1, 1, 1, 3)},
+    ),
     (
         "HV is no multiple of H",
         ValueError,
@@ -96,6 +101,10 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
         lambda x: {n: x[n][:, :, :0] for n in ("v", "g", "beta")},
     ),
     ("chunk_size", ValueError, "chunk_size must be 64, got 32", lambda x: {"chunk_size": 32}),
+    ("chunk_size is a text", ValueError, "chunk_size must be 64, got '64'", lambda x: {"chunk_size": "64"}),
+    ("scale is a text", TypeError, "scale must be a number, or None for K ** -0.5, got str", lambda x: {"scale": "a"}),
+    ("scale is a flag", TypeError, "scale must be a number, or None for K ** -0.5, got bool", lambda x: {"scale": True}),
+    ("scale is a tensor", TypeError, "scale must be a number, or None", lambda x: {"scale": torch.ones(())}),
     # cu_seqlens
     ("offsets are a list", TypeError, "cu_seqlens must be a torch.Tensor, got list", lambda x: {"cu_seqlens": [0, 10]}),
     (
@@ -156,10 +165,10 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
     # initial_state
     ("the state is no tensor", TypeError, "initial_state must be a torch.Tensor, got float", lambda x: {"initial_state": 0.0}),
     (
-        "the state is narrow",
+        "the state is of float64",
         TypeError,
-        "initial_state must have dtype float32, got bfloat16",
-        lambda x: {"initial_state": x["initial_state"].bfloat16()},
+        "initial_state must have dtype bfloat16, float16, float32, got float64",
+        lambda x: {"initial_state": x["initial_state"].double()},
     ),
     (
         "the state is elsewhere",
@@ -180,19 +189,32 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
         lambda x: {"cu_seqlens": offsets(0, 5, 10), "state_v_first": True},
     ),
     # gate, beta
-    ("a gate without a scale", ValueError, "kda_gate needs A_log, lower_bound or both", lambda x: gate(A_log=None)),
-    ("A_log of another shape", ValueError, "A_log must be [HV] = (4,), got (2,)", lambda x: gate(A_log=torch.zeros(2))),
+    ("a gate without a scale", ValueError, "use_gate_in_kernel needs A_log, lower_bound or both", lambda x: gate(A_log=None)),
+    ("A_log of another shape", ValueError, "A_log must have shape [HV] = [4], got [2]", lambda x: gate(A_log=torch.zeros(2))),
     (
         "A_log is elsewhere",
         ValueError,
         "A_log must be on cpu like q, got meta",
         lambda x: gate(A_log=torch.zeros(4, device="meta")),
     ),
-    ("dt_bias of another shape", ValueError, "dt_bias must be [HV * K]", lambda x: gate(dt_bias=torch.zeros(4))),
+    (
+        "dt_bias of another shape",
+        ValueError,
+        "dt_bias must have shape [HV * K] = [512] or [HV, K] = [4, 128], got [4]",
+        lambda x: gate(dt_bias=torch.zeros(4)),
+    ),
     ("dt_bias is elsewhere", ValueError, "dt_bias must be on cpu", lambda x: gate(dt_bias=torch.zeros(512, device="meta"))),
     ("lower_bound is positive", ValueError, "lower_bound must be finite and below 0", lambda x: gate(lower_bound=5.0)),
     ("lower_bound is 0", ValueError, "lower_bound must be finite and below 0", lambda x: gate(lower_bound=0.0)),
     ("lower_bound is infinite", ValueError, "lower_bound must be finite and below 0", lambda x: gate(lower_bound=-torch.inf)),
+    (
+        "lower_bound is missing",
+        ValueError,
+        "safe_gate=True with use_gate_in_kernel=True needs lower_bound",
+        lambda x: gate(safe_gate=True),
+    ),
+    ("lower_bound is NaN", ValueError, "lower_bound must be finite and below 0", lambda x: gate(lower_bound=torch.nan)),
+    ("A_log is of integers", TypeError, "A_log must have dtype ", lambda x: gate(A_log=torch.zeros(4, dtype=torch.int32))),
     ("lower_bound is a text", TypeError, "lower_bound must be a number < 0, got str", lambda x: gate(lower_bound="-5")),
     (
         "allow_neg_eigval alone",
@@ -203,17 +225,69 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
     # what is not there
     ("an unknown argument", TypeError, "chunk_kda has no argument 'betta'", lambda x: {"betta": 1}),
     (
-        "intermediate states",
-        NotImplementedError,
-        "return_intermediate_states must be False",
-        lambda x: {"return_intermediate_states": True},
+        "head_first",
+        TypeError,
+        "chunk_kda has no argument 'head_first': inputs are [B, T, H, ...]",
+        lambda x: {"head_first": False},
     ),
     ("a context", NotImplementedError, "cp_context must be None", lambda x: {"cp_context": object()}),
     (
         "all on a device without kernels",
         kda_tl.UnsupportedDevice,
         "no kernels for meta tensors",
-        lambda x: {n: x[n].to("meta") for n in EACH},
+        lambda x: {n: x[n].to("meta") for n in (*EACH, "initial_state")},
+    ),
+    # pools
+    (
+        "indices without a pool",
+        ValueError,
+        "state_indices needs initial_state, the pool",
+        lambda x: {"state_indices": offsets(0), "initial_state": None},
+    ),
+    ("a null index alone", ValueError, "null_index needs state_indices", lambda x: {"null_index": -1}),
+    (
+        "a null index that is a text",
+        TypeError,
+        "null_index must be an int",
+        lambda x: {"null_index": "0", "state_indices": offsets(0)},
+    ),
+    ("indices of floats", TypeError, "state_indices must have dtype int32, int64", lambda x: {"state_indices": torch.zeros(1)}),
+    ("indices in a list", TypeError, "state_indices must be a torch.Tensor, got list", lambda x: {"state_indices": [0]}),
+    (
+        "too many indices",
+        ValueError,
+        "state_indices must have shape [N] = [1], got [2]",
+        lambda x: {"state_indices": offsets(0, 1)},
+    ),
+    (
+        "a pool with other heads",
+        ValueError,
+        "initial_state must have shape [slots, HV, K, V] = [slots, 4, 128, 128] where",
+        lambda x: {"state_indices": offsets(0), "initial_state": x["initial_state"][:, :2]},
+    ),
+    (
+        "no state to have",
+        ValueError,
+        "has_initial_state needs initial_state",
+        lambda x: {"has_initial_state": torch.ones(1, dtype=torch.bool), "initial_state": None},
+    ),
+    (
+        "has_initial_state of integers",
+        TypeError,
+        "has_initial_state must have dtype bool",
+        lambda x: {"has_initial_state": offsets(1)},
+    ),
+    (
+        "has_initial_state of another length",
+        ValueError,
+        "has_initial_state must have shape [N] = [1], got [3]",
+        lambda x: {"has_initial_state": torch.ones(3, dtype=torch.bool)},
+    ),
+    (
+        "indices are elsewhere",
+        ValueError,
+        "state_indices must be on cpu like q, got meta",
+        lambda x: {"state_indices": offsets(0).to("meta")},
     ),
 ]
 
@@ -232,19 +306,16 @@ def test_mixed_devices_are_listed(x: Inputs) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
-@pytest.mark.parametrize("of_a_graph", [False, True])
-def test_gradients_are_refused_not_dropped(x: Inputs, name: str, of_a_graph: bool, cpu_kernels) -> None:
-    x = {**x, **gate()}
-    leaf = x[name].clone().requires_grad_()
-    x[name] = leaf * 1.0 if of_a_graph else leaf
+@pytest.mark.parametrize("options", [{"return_intermediate_states": True}, {"state_indices": offsets(0)}])
+def test_gradients_that_are_not_there_are_refused_not_dropped(x: Inputs, name: str, options: Inputs, cpu_kernels) -> None:
+    x = {**x, **gate(), **options}
+    x[name] = x[name].clone().requires_grad_() * 1.0
     with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
         kda_tl.chunk_kda(**x)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            o, _ = kda_tl.chunk_kda(**x)
-        assert not o.requires_grad
-    x[name] = x[name].detach()
-    assert torch.equal(kda_tl.chunk_kda(**x)[0], o)
+            x["initial_state"] = x["initial_state"].clone()
+            assert not kda_tl.chunk_kda(**x)[0].requires_grad
 
 
 def test_the_old_name_of_a_flag_still_works(x: Inputs, cpu_kernels) -> None:
@@ -292,14 +363,65 @@ def test_gate_parameters_that_are_not_used_may_need_a_gradient(x: Inputs, cpu_ke
     assert torch.equal(o, kda_tl.chunk_kda(**x)[0])
 
 
-def test_fake_tensors_are_refused(x: Inputs) -> None:
-    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
-        fake = {name: mode.from_tensor(tensor) for name, tensor in x.items()}
-    with pytest.raises(NotImplementedError, match=r"^q is a fake tensor"):
-        kda_tl.chunk_kda(**fake)
-
-
 @pytest.mark.parametrize("name", ["A_log", "dt_bias"])
 def test_gate_parameters_that_are_no_tensors(x: Inputs, name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got list"):
         kda_tl.chunk_kda(**{**x, **gate(**{name: [0.0] * 4})})
+
+
+# -- KDA_TL_CHECK=1: the values that a device alone knows, tried here through the same checks ---------------------------------
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_TL_CHECK", "1")
+
+
+def test_a_gate_above_zero_is_refused_on_request(x: Inputs, cpu_kernels, checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flashinfer#2490: exp(g) in place of g."""
+    kda_tl.chunk_kda(**x)
+    x["g"][0, 3, 1, 7] = torch.nan
+    kda_tl.chunk_kda(**x)
+    x["g"][0, 3, 1, 7] = 0.25
+    with pytest.raises(ValueError, match=r"^g must be a natural-log decay <= 0, got 0\.25"):
+        kda_tl.chunk_kda(**x)
+    kda_tl.chunk_kda(**{**x, **gate()})
+    kda_tl.chunk_kda(**{**x, "cu_seqlens": offsets(0, 3)})
+    monkeypatch.setenv("KDA_TL_CHECK", "0")
+    kda_tl.chunk_kda(**x)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([0, 3], "must be from 0 to 2, or null_index, got 3"),
+        ([-2, 0], "must be from 0 to 2"),
+        ([1, 1], "must not name a slot twice"),
+    ],
+)
+def test_slots_are_checked_on_request(x: Inputs, cpu_kernels, checked, slots: list[int], message: str) -> None:
+    x |= {"initial_state": torch.zeros(3, 4, 128, 128), "cu_seqlens": offsets(0, 4, 10), "null_index": -1}
+    kda_tl.chunk_kda(**x, state_indices=offsets(-1, -1))
+    with pytest.raises(ValueError, match=f"^state_indices {message}"):
+        kda_tl.chunk_kda(**x, state_indices=offsets(*slots))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [((1, 10), "start at 0"), ((0, 7, 6), "not decrease"), ((0, 11), "not exceed T = 10")]
+)
+def test_offsets_that_a_device_alone_knows_are_checked_on_request(
+    x: Inputs, checked, monkeypatch: pytest.MonkeyPatch, values: tuple[int, ...], message: str
+) -> None:
+    from kda_tl.ops import checks
+
+    real = checks.host_offsets
+    monkeypatch.setattr(checks, "host_offsets", lambda cu, cpu: None)  # as where the offsets lie on a device
+    from kda_tl.ops.arguments import Arguments
+    from kda_tl.ops.chunk_kda import CHUNK_KDA
+    from kda_tl.ops.prefill_checks import check, check_on_device
+
+    a = Arguments(**{**x, "initial_state": None}, cu_seqlens=offsets(*values))
+    problem = check(CHUNK_KDA, a)
+    monkeypatch.setattr(checks, "host_offsets", real)
+    with pytest.raises(ValueError, match=f"^cu_seqlens must {message}"):
+        check_on_device(CHUNK_KDA, a, problem)

@@ -87,7 +87,7 @@ def test_the_other_rules_name_their_own_arguments() -> None:
     for name, value, message in [
         ("r", torch.zeros(1, 1, K), r"r must have shape \[n, T, H, K\]"),
         ("w", torch.zeros(1, 1, 2), r"w must have shape \[n, T, HV, K\]"),
-        ("bonus", torch.zeros(K), r"bonus must have shape \[HV, K\]"),
+        ("u", torch.zeros(K), r"u must have shape \[H, K\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             deltalog_decode_rwkv6(**{**x, name: value}, cache=cache, state_indices=indices)

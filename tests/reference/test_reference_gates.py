@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
+from kda_tl.reference import beta_sigmoid, check_log_decay, gdn_gate, kda_gate, l2norm
 
 
 def softplus(x: float) -> float:
@@ -92,14 +92,66 @@ def test_gate_names_the_argument_of_a_wrong_shape(name: str, arguments: dict) ->
         kda_gate(**{"g": torch.zeros(1, 1, 2, 3), **arguments})
 
 
-def test_gate_gradients_are_finite_at_saturation() -> None:
-    # The derivative 0 of the sigmoid meets exp(100).
-    g = torch.tensor([-1.0, 1.0], dtype=torch.float64).reshape(1, 2, 1, 1).requires_grad_()
-    A_log = torch.tensor([100.0], dtype=torch.float64, requires_grad=True)
-    dt_bias = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    kda_gate(g, A_log, dt_bias, lower_bound=-5.0).sum().backward()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gate_gradients_are_finite_at_saturation(dtype: torch.dtype) -> None:
+    # The derivative 0 of the sigmoid meets exp(100), an infinity in float32.
+    g = torch.tensor([-1.0, 1.0], dtype=dtype).reshape(1, 2, 1, 1).requires_grad_()
+    A_log = torch.tensor([100.0], dtype=dtype, requires_grad=True)
+    dt_bias = torch.zeros(1, dtype=dtype, requires_grad=True)
+    out = kda_gate(g, A_log, dt_bias, lower_bound=-5.0)
+    assert out.flatten().tolist() == pytest.approx([0.0, -5.0])
+    out.sum().backward()
     for x in (g, A_log, dt_bias):
         assert x.grad is not None and torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("A_log", [-100.0, 0.0, 80.0, 100.0, 1e4])
+def test_gates_and_their_gradients_are_finite_for_any_rate(A_log: float) -> None:
+    for lower_bound in (None, -5.0):
+        g = torch.tensor([-800.0, -1.0, 0.0, 1.0, 800.0]).reshape(1, 5, 1, 1).requires_grad_()
+        rate, dt_bias = torch.tensor([A_log], requires_grad=True), torch.zeros(1, requires_grad=True)
+        out = kda_gate(g, rate, dt_bias, lower_bound)
+        assert out.isfinite().all() and (out <= 0).all()
+        out.exp().sum().backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in (g, rate, dt_bias))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gdn_gate_against_the_scalar_formula(with_bias: bool) -> None:
+    torch.manual_seed(0)
+    g = 30.0 * torch.randn(2, 5, 3, dtype=torch.float64)
+    A_log, dt_bias = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    out = gdn_gate(g, A_log, dt_bias if with_bias else None)
+    for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in g.shape)).tolist():
+        x = float(g[b, t, h]) + (float(dt_bias[h]) if with_bias else 0.0)
+        assert float(out[b, t, h]) == pytest.approx(FORMS["softplus"](x, float(A_log[h])), rel=1e-12, abs=0)
+    as_kda = kda_gate(g.unsqueeze(-1), A_log, dt_bias if with_bias else None)
+    assert torch.equal(out, as_kda.squeeze(-1))
+
+
+def test_gdn_gate_gradients_and_dtypes() -> None:
+    torch.manual_seed(0)
+    arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 3, 2), (2,), (2,))]
+    assert torch.autograd.gradcheck(gdn_gate, arguments)
+    assert gdn_gate(torch.zeros(1, 1, 2, dtype=torch.bfloat16), torch.zeros(2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("g", {"g": torch.zeros(1, 1, 2, 3)}), ("A_log", {"A_log": torch.zeros(3)}), ("dt_bias", {"dt_bias": torch.zeros(2, 3)})],
+)
+def test_gdn_gate_names_the_argument_of_a_wrong_shape(name: str, change: dict) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        gdn_gate(**{"g": torch.zeros(1, 1, 2), "A_log": torch.zeros(2), **change})
+
+
+def test_decay_in_place_of_its_logarithm_is_found() -> None:
+    g = -torch.rand(1, 9, 2, 4)
+    for fine in (g, torch.zeros(3), torch.tensor([-torch.inf, torch.nan, -0.0]), torch.zeros(0)):
+        check_log_decay(fine)
+    for wrong in (g.exp(), g.abs(), torch.tensor([-1.0, 1e-3]), torch.tensor([torch.nan, torch.inf])):
+        with pytest.raises(ValueError, match=r"^g must hold natural-log decays <= 0"):
+            check_log_decay(wrong)
 
 
 def test_gate_gradients() -> None:

@@ -1,0 +1,200 @@
+"""From a checked problem to the kernels that it takes: which specs, what is padded or converted, and the launches."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.offered import shipped_k, v_runs
+from kda_tl.ops.plan import Launch, counted
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
+from kda_tl.ops.prefill_kernels import GateOptions, Pool, Workspace, launch_chunk_scan, launch_chunk_wy
+from kda_tl.runtime import dispatcher
+from kda_tl.specs.gates import BetaForm, gate_form
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
+from kda_tl.specs.rules import Rule
+
+__all__ = ["launch", "launches", "takes_pool", "workspace_bytes"]
+
+Scans = tuple[tuple[int, int, ChunkScanSpec], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _specs(
+    rule: Rule, K: int, V: int, dtype: torch.dtype, gate_dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[ChunkWySpec, Scans, torch.dtype]:
+    """chunk_wy; (first column, columns, chunk_scan) of every run over V; the dtype of the workspace."""
+    name, state = _name(dtype), _name(state_dtype)
+    K = shipped_k(rule, name, K)
+    wy = ChunkWySpec(K, CHUNK_SIZE, name, _name(gate_dtype), rule.decay, rule.delta, rule.read_first)
+    runs = v_runs(rule, name, V)
+    scans = tuple(
+        (first, columns, ChunkScanSpec(K, size, CHUNK_SIZE, name, state, rule.delta)) for first, columns, size in runs
+    )
+    return wy, scans, getattr(torch, wy.operand_dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
+    """Of g and beta in the kernel: their own where both have one that ships, else float32."""
+    given = () if a is None else tuple(x.dtype for x in (a.g, a.beta) if x is not None)
+    shipped = gate_dtypes(problem.rule, _name(problem.kernel_dtype))
+    return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
+
+
+def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]:
+    """What `launch` launches, in order."""
+    state_dtype = a.initial_state.dtype if a is not None and a.initial_state is not None and takes_pool(problem, a) else None
+    wy, scans, _ = _specs(
+        problem.rule, problem.K, problem.V, problem.kernel_dtype, _gate_dtype(problem, a), state_dtype or torch.float32
+    )
+    heads = counted(problem.HV, "head")
+    sequences = counted(problem.N + problem.packed, "sequence")
+    return (
+        Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}"),
+        *(Launch(scan, f"{sequences} x {heads} x V tiles") for _, _, scan in scans),
+    )
+
+
+def workspace_bytes(problem: Problem) -> int:
+    wy, _, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    per_head = Workspace.bytes_per_slot_and_head(wy.head_dim_k, operand_dtype.itemsize, problem.rule.delta)
+    return problem.slots * problem.HV * per_head
+
+
+def takes_pool(problem: Problem, a: Arguments) -> bool:
+    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered."""
+    pool = a.initial_state
+    if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
+        return False
+    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+
+
+def launch(
+    problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None,
+    states: Tensor | None = None,
+) -> None:  # fmt: skip
+    """All kernels of a problem with at least one token and one sequence, on the current stream.
+
+    o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
+    Where `takes_pool` says so, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
+    """
+    rule, dtype = problem.rule, problem.kernel_dtype
+    gate_dtype = _gate_dtype(problem, a)
+    pooled = takes_pool(problem, a)
+    state_dtype = initial_state.dtype if pooled and initial_state is not None else torch.float32
+    wy_spec, scans, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, state_dtype)
+    K = wy_spec.head_dim_k
+    missing = K - problem.K
+    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
+    g = None if a.g is None else _as(a.g, gate_dtype)
+    if g is not None:
+        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
+    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
+    v = _as(a.v, dtype)
+    scale = problem.K**-0.5 if a.scale is None else float(a.scale)
+    device = q.device
+    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
+    pool = None
+    if pooled and a.state_indices is not None:
+        pool = Pool(
+            _as(a.state_indices, torch.int32).contiguous(),
+            -1 if a.null_index is None else int(a.null_index),
+            None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
+        )
+    with dispatcher.device_guard(device):
+        options = _options(problem, a, missing)
+        launch_chunk_wy(dispatcher.kernel(wy_spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
+        for first, columns, spec in scans:
+            own = (
+                x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state, states)
+            )
+            v_run, o_run, state_in, state_out, states_run = own
+            assert v_run is not None and o_run is not None
+            o_kernel, out_kernel, states_kernel = o_run, state_out, states_run
+            added = spec.head_dim_v - columns
+            if added or missing:
+                o_kernel = torch.empty((*v_run.shape[:-1], spec.head_dim_v), dtype=o.dtype, device=device)
+                if state_in is not None:
+                    state_in = torch.nn.functional.pad(state_in, (0, added, 0, missing))
+                if state_out is not None:
+                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, spec.head_dim_v))
+            if states_run is not None and not (states_run.is_contiguous() and added == missing == 0):
+                states_kernel = states_run.new_empty((*states_run.shape[:2], K, spec.head_dim_v))
+            launch_chunk_scan(
+                dispatcher.kernel(spec, problem.arch, device), _readable(_padded(v_run, added)), workspace, o_kernel, scale,
+                offsets, state_in, out_kernel, state_dtype=state_dtype, pool=pool, states=states_kernel,
+            )  # fmt: skip
+            if o_kernel is not o_run:
+                o_run.copy_(o_kernel[..., :columns])
+            if state_out is not None and out_kernel is not None and out_kernel is not state_out:
+                state_out.copy_(out_kernel[..., : problem.K, :columns])
+            if states_run is not None and states_kernel is not None and states_kernel is not states_run:
+                states_run.copy_(states_kernel[..., : problem.K, :columns])
+
+
+def _options(problem: Problem, a: Arguments, missing: int) -> GateOptions:
+    beta_form = BetaForm.IDENTITY
+    if a.use_beta_sigmoid_in_kernel:
+        beta_form = BetaForm.TWICE_SIGMOID if a.allow_neg_eigval else BetaForm.SIGMOID
+    dt_bias = None
+    form = gate_form(a.use_gate_in_kernel, a.A_log is not None, a.lower_bound)
+    if form:
+        dt_bias = a.dt_bias
+        per_key = problem.rule.decay == "per_key"
+        if dt_bias is None:
+            dt_bias = torch.zeros(problem.HV * (problem.K + missing if per_key else 1), device=a.q.device)
+        elif per_key and missing:
+            dt_bias = _padded(dt_bias.reshape(problem.HV, problem.K), missing)
+    return GateOptions(
+        form=form,
+        A_log=None if a.A_log is None else _row(a.A_log),
+        dt_bias=None if dt_bias is None else _row(dt_bias),
+        lower_bound=0.0 if a.lower_bound is None else float(a.lower_bound),
+        beta_form=beta_form,
+        normalize=a.use_qk_l2norm_in_kernel,
+        bonus=None if a.bonus is None else _row(_padded(a.bonus, missing)),
+    )
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """A parameter as the kernels read it: float32, contiguous, one dimension."""
+    return _as(_plain(tensor), torch.float32).reshape(-1).contiguous()
+
+
+def _columns(tensor: Tensor | None, first: int, columns: int) -> Tensor | None:
+    return None if tensor is None else tensor[..., first : first + columns]
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor.to(dtype), without the microsecond that it takes where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """As a kernel may take it: no gradient, no negative bit."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _padded(tensor: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, columns)) if columns else tensor
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """[B, T, heads, D] as the kernels read it: contiguous rows at multiples of 16 bytes, any other strides. Else one copy."""
+    tensor = _plain(tensor)
+    batch, token, head, last = tensor.stride()
+    if last == 1 and ((batch | token | head) * tensor.itemsize | tensor.data_ptr()) % 16 == 0:
+        return tensor
+    # clone, not contiguous(): that keeps an odd stride where the size is 1.
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,202 @@
+"""From the public function to the registered op: torch.ops.kda_tl.NAME, and NAME_in_place, which writes the slots of a pool.
+
+Library.define and impl, not custom_op, which costs 10 microseconds a call. What is not asked for comes back as an empty tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kda_tl.ops import gradients
+from kda_tl.ops.arguments import TENSORS, Arguments, Op
+from kda_tl.ops.checks import host_offsets
+from kda_tl.ops.prefill import Results, allocate, forward
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_types
+
+__all__ = ["public", "register", "run"]
+
+P = ParamSpec("P")
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+NAMESPACE = "kda_tl"
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor{mutated}? initial_state, Tensor? has_initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float? scale, "
+    "float? lower_bound, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, "
+    "bool allow_neg_eigval, bool state_v_first, bool output_final_state, bool return_intermediate_states"
+)
+FUNCTIONAL = f"({ARGUMENTS.format(mutated='')}) -> (Tensor, Tensor, Tensor)"
+IN_PLACE = f"({ARGUMENTS.format(mutated='(a!)')}, Tensor state_indices, int? null_index) -> (Tensor, Tensor)"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tensor, Tensor | None]]]:
+    """Registers `op`, and makes the public function out of one that has its signature and docstring, and returns `Arguments`.
+
+    That one stays reachable as `.arguments`, for `explain`.
+    """
+    register(op)
+
+    def decorate(arguments: Callable[P, Arguments]) -> Callable[P, tuple[Tensor, Tensor | None]]:
+        @functools.wraps(arguments)
+        def function(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor | None]:
+            found: tuple[Tensor, Tensor | None] = run(op, arguments(*args, **kwargs))
+            return found
+
+        made: Any = function
+        made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
+        made.op, made.arguments = op, arguments
+        return function
+
+    return decorate
+
+
+def run(op: Op, a: Arguments) -> Any:
+    """(o, final state or None), and the states before every chunk where they are asked for.
+
+    An eager call on plain tensors goes straight to `forward`; everything else (a compiler, a gradient, a mode, a subclass)
+    through torch's dispatcher, where the op is registered.
+    """
+    check_types(op, a)
+    if _through_dispatcher(a):
+        o, final, states = _call(op, a)
+    else:
+        if forward_ad._current_level >= 0:
+            refuse_gradients(op, a, "has no forward-mode derivative")
+        o, final, states = forward(op, a)
+        if states is not None and a.cu_seqlens is not None:
+            states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
+    if a.state_indices is not None:
+        final = a.initial_state
+    found = (o, final if a.output_final_state else None)
+    return (*found, states) if a.return_intermediate_states else found
+
+
+def _through_dispatcher(a: Arguments) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    grad = torch.is_grad_enabled()
+    for tensor in (*a[:12], a.state_indices):
+        if tensor is not None and (type(tensor) not in PLAIN_TENSORS or (grad and tensor.requires_grad)):
+            return True
+    return False
+
+
+def _without_spare(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, states: Tensor) -> Tensor:
+    """Exactly one row a chunk, where the host knows how many there are."""
+    offsets = host_offsets(cu_seqlens, cu_seqlens_cpu)
+    if offsets is None:
+        return states
+    return states[:, : sum(-(-(last - first) // CHUNK_SIZE) for first, last in itertools.pairwise(offsets))]
+
+
+def _call(op: Op, a: Arguments) -> Results:
+    """Through torch's dispatcher."""
+    namespace = torch.ops.kda_tl
+    if a.state_indices is not None:
+        o, states = getattr(namespace, op.name + "_in_place").default(*a)
+        return o, None, states
+    o, final, states = getattr(namespace, op.name).default(*a[:-2])
+    return o, final, states
+
+
+def refuse_gradients(op: Op, a: Arguments, why: str) -> None:
+    """Neither mode of differentiation may lose an input in silence.
+
+    Raises NotImplementedError where one requires a gradient.
+    """
+    for name in TENSORS:
+        tensor = getattr(a, name)
+        if tensor is None:
+            continue
+        tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
+        if tangent is not None or (torch.is_grad_enabled() and tensor.requires_grad):
+            called = op.called(name)
+            raise NotImplementedError(
+                f"{called} requires a gradient and {op.name} {why}: call it under torch.no_grad(), or detach {called}"
+            )
+
+
+def _forward_of(op: Op, a: Arguments) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run_forward(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o, final, _ = getattr(torch.ops.kda_tl, op.name).default(*a._replace(**tensors)[:-2])  # type: ignore[arg-type]
+        return o, final
+
+    return run_forward
+
+
+def _recomputation(op: Op, a: Arguments) -> gradients.Recomputation:
+    return gradients.Recomputation(
+        op.rule, a.scale, a.lower_bound, a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
+        a.allow_neg_eigval, a.state_v_first,
+    )  # fmt: skip
+
+
+def register(op: Op) -> None:
+    """Defines both variants, with what they do on a device, under a fake mode and for a gradient."""
+
+    def absent(found: Tensor | None, a: Arguments) -> Tensor:
+        return torch.empty(0, dtype=torch.float32, device=a.q.device) if found is None else found
+
+    def functional(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        a = Arguments(*values)
+        o, final, states = forward(op, a)
+        return o, absent(final, a), absent(states, a)
+
+    def in_place(*values: Any) -> tuple[Tensor, Tensor]:
+        a = Arguments(*values)
+        o, _, states = forward(op, a)
+        return o, absent(states, a)
+
+    def fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        a = Arguments(*values)
+        problem = check(op, a, fake=True)
+        o, final = allocate(problem, a)
+        states = None
+        if a.return_intermediate_states:
+            sizes = (problem.V, problem.K) if a.state_v_first else (problem.K, problem.V)
+            states = torch.empty((problem.B, problem.chunks, problem.HV, *sizes), dtype=torch.float32, device=a.q.device)
+        return o, absent(final, a), absent(states, a)
+
+    def fake_in_place(*values: Any) -> tuple[Tensor, Tensor]:
+        o, _, states = fake(*values)
+        return o, states
+
+    def gradient(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        a = Arguments(*values)
+        tensors = {name: getattr(a, name) for name in gradients.TENSORS}
+        if gradients.needs_gradient(tensors):
+            if a.return_intermediate_states:
+                refuse_gradients(op, a, "with return_intermediate_states has no backward")
+            o, final = gradients.differentiable(_forward_of(op, a), tensors, _recomputation(op, a))
+            return o, absent(final, a), absent(None, a)
+        refuse_gradients(op, a, "has no forward-mode derivative")
+        with torch._C._AutoDispatchBelowAutograd():
+            found: tuple[Tensor, Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name).default(*values)
+        return found
+
+    def gradient_in_place(*values: Any) -> tuple[Tensor, Tensor]:
+        refuse_gradients(op, Arguments(*values), "writes its states in place, which has no backward")
+        with torch._C._AutoDispatchBelowAutograd():
+            found: tuple[Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name + "_in_place").default(*values)
+        return found
+
+    for name, schema, implementation, of_fakes, of_gradients in (
+        (op.name, FUNCTIONAL, functional, fake, gradient),
+        (op.name + "_in_place", IN_PLACE, in_place, fake_in_place, gradient_in_place),
+    ):
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        _library.impl(name, implementation, "CPU")
+        _library.impl(name, implementation, "CUDA")
+        _library.impl(name, of_gradients, "Autograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", of_fakes, lib=_library)

@@ -1,0 +1,90 @@
+"""Every prefill op under one hand: the same fresh inputs for any rule, called by the op's own names, and the float64 truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from op_inputs import poisoned
+from torch import Tensor
+
+import kda_tl
+from kda_tl.ops import prefill_launch
+from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.prefill_checks import Problem
+from kda_tl.reference import recurrent_rule
+from kda_tl.specs.rules import RULES
+
+OPS: dict[str, Any] = {
+    "kda": kda_tl.chunk_kda,
+    "gdn": kda_tl.chunk_gdn,
+    "delta_rule": kda_tl.chunk_delta_rule,
+    "gla": kda_tl.chunk_gla,
+    "simple_gla": kda_tl.chunk_simple_gla,
+    "linear_attention": lambda *args, **kwargs: kda_tl.chunk_linear_attention(*args, normalize=False, **kwargs),
+    "rwkv6": kda_tl.chunk_rwkv6,
+}
+NAMES = {"rwkv6": {"q": "r", "g": "w", "bonus": "u"}}
+
+
+def inputs(
+    rule: str, T: int, B: int = 1, H: int = 1, HV: int = 1, K: int = 64, V: int = 64, N: int | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """q, k of unit norm, v, and what else the rule reads, in float32 amid NaN; initial_state [N, HV, K, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    traits = RULES[rule]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = {
+        "q": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
+        "k": torch.nn.functional.normalize(normal(B, T, H, K), dim=-1),
+        "v": normal(B, T, HV, V),
+    }
+    if traits.decay != "none":
+        shape = (B, T, HV, K) if traits.decay == "per_key" else (B, T, HV)
+        x["g"] = -2.0 * torch.rand(shape, generator=generator) ** 4
+    if traits.delta:
+        x["beta"] = torch.rand((B, T, HV), generator=generator)
+    x = {name: poisoned(tensor) for name, tensor in x.items()}
+    if traits.read_first:
+        x["bonus"] = normal(H, K)
+    return {**x, "initial_state": normal(B if N is None else N, HV, K, V)}
+
+
+def call(rule: str, x: dict[str, Any], **options: Any) -> Any:
+    names = NAMES.get(rule, {})
+    return OPS[rule](**{names.get(name, name): tensor for name, tensor in x.items()}, **options)
+
+
+def truth(rule: str, x: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    return recurrent_rule(**x, **RULES[rule].as_dict(), **options)
+
+
+def launch_by_definition(
+    problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None
+) -> None:
+    """What the kernels do, from the definition, for rules that they do not have: all that is around them is still tested."""
+    o_true, state = recurrent_rule(
+        a.q, a.k, a.v, a.g, a.beta, a.bonus, a.scale, initial_state, a.cu_seqlens, **problem.rule.as_dict()
+    )
+    o.copy_(o_true)
+    if final_state is not None:
+        final_state.copy_(state)
+
+
+@pytest.fixture
+def every_rule(cpu_kernels: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    by_kernels = prefill_launch.launch
+
+    def launch(problem: Problem, *arguments: Any) -> None:
+        try:
+            by_kernels(problem, *arguments)
+        except NotImplementedError:
+            launch_by_definition(problem, *arguments)
+
+    monkeypatch.setattr(prefill_launch, "launch", launch)
+    yield
