@@ -8,6 +8,7 @@ from kda_tl.ops.chunk_kda import chunk_kda
 from kda_tl.ops.chunk_linear_attention import chunk_linear_attention, chunk_linear_attn
 from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
+from kda_tl.ops.deltalog import DeltaLogCache, deltalog_decode_gdn, deltalog_decode_kda, deltalog_decode_rwkv6
 from kda_tl.ops.explain import explain, workspace_bytes
 from kda_tl.ops.recurrent_gdn import recurrent_gdn
 from kda_tl.ops.recurrent_kda import recurrent_kda
@@ -41,6 +42,7 @@ __all__ = [
     "ContextParallelError",
     "Counters",
     "DamagedArtifact",
+    "DeltaLogCache",
     "DriverTooOld",
     "EnvironmentConflict",
     "KdaTlError",
@@ -57,6 +59,9 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_simple_gla",
     "counters",
+    "deltalog_decode_gdn",
+    "deltalog_decode_kda",
+    "deltalog_decode_rwkv6",
     "explain",
     "recurrent_delta_rule",
     "recurrent_gdn",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalog_parameters import DELTALOG_PARAMETERS
 
 from kda_tl.registry import Registry
 from kda_tl.specs.archs import ARCHS
@@ -19,9 +20,7 @@ from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import schedule_for
 
 CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
-KERNELS = [
-    pytest.param(arch, spec, id=f"{arch}-{spec.kernel}") for arch in [*CUDA_ARCHS, "cpu"] for spec in default_specs(arch)
-]
+KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in [*CUDA_ARCHS, "cpu"] for spec in default_specs(arch)]
 CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.values[0] in CUDA_ARCHS]
 
 # Name -> dimensions, in call order; scalars have none. dtype None: of the spec. Spelled out here, since ops call by position.
@@ -110,7 +109,7 @@ def test_metadata_is_complete(built: Built, arch: str, spec: KernelSpec) -> None
     assert all(meta["versions"].values())
     assert meta.get("min_driver") == (None if is_cpu else 580)
 
-    expected = PARAMETERS[spec.kernel]
+    expected = PARAMETERS[spec.kernel + ("_append" if getattr(spec, "prepared", False) else "")]
     assert [parameter["name"] for parameter in meta["parameters"]] == list(expected)
     for parameter in meta["parameters"]:
         dimensions, dtype = expected[parameter["name"]]

@@ -103,7 +103,7 @@ def test_operands_of_products(dtype: str, operands: str) -> None:
 @pytest.mark.parametrize("name", ARCHS)
 def test_the_default_set_of_an_arch(name: str) -> None:
     specs = default_specs(name)
-    assert {spec.kernel for spec in specs} == {"chunk_wy", "chunk_scan", "recurrent_decode"}
+    assert {spec.kernel for spec in specs} == {"chunk_wy", "chunk_scan", "recurrent_decode", "deltalog_decode", "deltalog_prep"}
     assert len({spec.key for spec in specs}) == len(specs) <= MAX_PROGRAMS == 120
     # The C target has no bfloat16.
     assert name != "cpu" or all(
