@@ -22,7 +22,7 @@ from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.schedules import schedule_for
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["kda_tl", "schedules", "tools", "pyproject.toml", "README.md", "LICENSE", "NOTICE", ".gitignore"]
+SOURCES = ["kda_tl", "schedules", "tools", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "NOTICE", ".gitignore"]
 
 USE = """
 import json, sys
@@ -92,7 +92,9 @@ def schedules() -> dict[str, dict[str, object]]:
 def test_a_wheel_with_artifacts_serves_them(cpu_registry: Registry, tmp_path: Path) -> None:
     source = sources(tmp_path / "source")
     shutil.copytree(cpu_registry.root, source / "kda_tl" / "_artifacts")
-    target = install(package(source, "wheel", tmp_path / "out"), tmp_path / "target")
+    wheel = package(source, "wheel", tmp_path / "out")
+    assert f"-py3-none-linux_{os.uname().machine}.whl" in wheel.name  # it holds machine code
+    target = install(wheel, tmp_path / "target")
     environment = {"PYTHONPATH": str(target), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = json.loads(python("-c", USE, "call", cwd=tmp_path, **environment))
     package_folder = target / "kda_tl"
@@ -126,6 +128,7 @@ def test_the_sdist_makes_the_same_wheel(tmp_path: Path) -> None:
 
     direct, through = (content(package(folder, "wheel", tmp_path / f"out-{folder.name}")) for folder in (source, unpacked))
     assert direct == through
+    assert all("-py3-none-any.whl" in path.name for path in tmp_path.glob("out-*/*"))
     files = {name for name in direct if name.startswith("kda_tl/")}
     assert {f"kda_tl/_schedules/{arch}.json" for arch in ARCHS} <= files
     assert {"kda_tl/compiler/native/tensormap.cc", "kda_tl/_notices/NOTICE", "kda_tl/_notices/LICENSE"} <= files
