@@ -16,7 +16,6 @@ import pytest
 
 from kda_tl.compiler.toolchain import cxx_compiler
 from kda_tl.registry import Registry
-from kda_tl.specs.defaults import default_specs
 
 HERE = Path(__file__).parent
 PINNED = {"apache-tvm-ffi": "0.1.11", "tilelang": "0.1.12"}
