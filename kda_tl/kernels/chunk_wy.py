@@ -46,12 +46,12 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     parts = schedule.parts
     size = C // parts
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
-    num_rates, num_biases, num_bonuses, a, b, c = T.dynamic("num_rates, num_biases, num_bonuses, a, b, c")
+    num_rates, num_biases, num_bonuses, no_slots, no_heads = T.dynamic("num_rates, num_biases, num_bonuses, no_slots, no_heads")
     q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
     g_strides, beta_strides = run_time_strides("g", "bth"), run_time_strides("beta", "bth")
-    g_shape = (B, seq_len, HV, K) if per_key else (B, seq_len, HV) if scalar else (a, b, c)
-    beta_shape = (B, seq_len, HV) if delta else (a, b, c)
-    delta_slots, delta_heads = (slots, HV) if delta else (a, b)
+    g_shape = (B, seq_len, HV, K) if per_key else (B, seq_len, HV) if scalar else T.dynamic("no_g_b, no_g_t, no_g_h")
+    beta_shape = (B, seq_len, HV) if delta else T.dynamic("no_beta_b, no_beta_t, no_beta_h")
+    delta_slots, delta_heads = (slots, HV) if delta else (no_slots, no_heads)
 
     @T.prim_func
     def chunk_wy(

@@ -13,7 +13,7 @@ import pytest
 
 from kda_tl.compiler import resources, toolchain
 from kda_tl.compiler.errors import BuildError, ToolchainError
-from kda_tl.registry import Registry
+from kda_tl.registry import ManifestError, Registry
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -63,6 +63,38 @@ def test_a_build_with_everything_present_compiles_nothing(build, copied: Registr
 
 
 @needs_tilelang
+def test_a_complete_registry_may_be_read_only(build, copied: Registry, monkeypatch) -> None:
+    """No lock and no write, though worker processes look too."""
+    results = build.build("cpu", default_specs("cpu"), copied, jobs=1)
+    before = {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")}
+    monkeypatch.setattr(Registry, "_lock", refuse)
+    assert build.build("cpu", default_specs("cpu"), copied, jobs=1, isolate=True) == results
+    assert build.build("cpu", default_specs("cpu"), copied, jobs=1) == results
+    assert {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")} == before
+
+
+@needs_tilelang
+def test_a_damaged_manifest_shows_before_anything_is_compiled(build, copied: Registry, monkeypatch) -> None:
+    monkeypatch.setattr(build, "lower_program", refuse)
+    (copied.root / "manifest" / "cpu.json").write_text("{")
+    shutil.rmtree(copied.root / "artifacts")
+    with pytest.raises(ManifestError, match=r"cpu\.json is damaged"):
+        build.build("cpu", [SCAN], copied, jobs=1)
+
+
+@needs_tilelang
+def test_progress_tells_of_failures_too(build, broken, copied: Registry) -> None:
+    broken("does_not_lower")
+    seen = []
+    with pytest.raises(BuildError) as caught:
+        build.build("cpu", [WY, SCAN], copied, jobs=1, progress=seen.append)
+    assert [(result.spec, result.compiled, result.error) for result in seen] == [
+        (WY, False, str(caught.value)),
+        (SCAN, False, None),
+    ]
+
+
+@needs_tilelang
 def test_only_what_is_missing_is_built(build, copied: Registry) -> None:
     missing = copied.find("cpu", SCAN.key)
     shutil.rmtree(missing)
@@ -101,10 +133,14 @@ def test_another_schedule_or_compiler_is_another_artifact(build, cpu_registry: R
 
 
 @needs_nvcc
-def test_support_libraries_are_reproducible(tmp_path: Path) -> None:
+def test_support_libraries_are_reproducible(tmp_path: Path, monkeypatch) -> None:
     put_support = importlib.import_module("kda_tl.compiler.support").put_support
     registries = [Registry(tmp_path / name) for name in ("one", "two")]
     one, two = (registry.root / "support" / put_support(registry) for registry in registries)
+    monkeypatch.setattr(importlib.import_module("kda_tl.compiler.support"), "_compile_helper", refuse)
+    assert put_support(registries[0]) == one.name, "nothing is compiled a second time"
+    assert {"NOTICE", "LICENSE"} <= {file.name for file in one.iterdir()}
+    assert "libtvm_runtime.so" in (one / "NOTICE").read_text() and "Apache License" in (one / "LICENSE").read_text()
     assert one.name == two.name
     assert {file.name: file.read_bytes() for file in one.iterdir()} == {file.name: file.read_bytes() for file in two.iterdir()}
 

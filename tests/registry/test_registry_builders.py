@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kda_tl.registry import DamagedArtifact, ManifestError, Registry
+from kda_tl.registry import DamagedArtifact, ManifestError, Registry, RegistryError
 from kda_tl.registry.locks import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +187,52 @@ def test_garbage_collection(registry: Registry) -> None:
     assert names(registry.root / "support") == ["s_used"]
     assert registry.collect_garbage(min_age=0) == [paths["again"], paths["fresh"]]
     registry.verify(paths["used"])
+
+
+def test_a_quarantine_is_kept_unless_asked_for(registry: Registry) -> None:
+    path = registry.put("artifacts", "a1", {"lib.so": b"good"}, {})
+    (path / "lib.so").write_bytes(b"evil")
+    with pytest.raises(DamagedArtifact) as caught:
+        registry.verify(path)
+    moved_to = caught.value.moved_to
+    assert registry.collect_garbage(min_age=0) == []
+    assert registry.collect_garbage(True, quarantine=True) == [moved_to] == registry.collect_garbage(quarantine=True)
+    assert not moved_to.exists()
+
+
+def test_a_complete_registry_is_read_without_a_lock(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a read-only file system."""
+    registry.put("artifacts", "a1", {"lib.so": b"x"}, {})
+    registry.put("support", "s1", {"lib.so": b"x"}, {})
+    entries = {"key": {"id": "a1", "built": "2026-01-02"}}
+    registry.publish("sm_90", entries, "s1")
+    before = {path: path.stat().st_mtime_ns for path in registry.root.rglob("*")}
+    monkeypatch.setattr(Registry, "_lock", lambda self: pytest.fail("locked"))
+    again = Registry(registry.root)
+    assert again.has("artifacts", "a1") and again.has("support", "s1") and not again.has("artifacts", "a2")
+    assert again.publish("sm_90", entries, "s1") == again.publish("sm_90", entries) == registry.manifest("sm_90")
+    assert {path: path.stat().st_mtime_ns for path in registry.root.rglob("*")} == before
+
+
+@pytest.mark.parametrize("change", [{"other": {"id": "a1"}}, {"key": {"id": "a1", "built": "2026-02-03"}}])
+def test_news_are_published(registry: Registry, change: dict[str, dict[str, str]]) -> None:
+    registry.put("artifacts", "a1", {}, {})
+    registry.publish("sm_90", {"key": {"id": "a1", "built": "2026-01-02"}})
+    assert registry.publish("sm_90", change).artifacts.items() >= change.items()
+    registry.put("support", "s1", {}, {})
+    assert registry.publish("sm_90", change, "s1").support == "s1"
+    (registry.root / "artifacts" / "a1" / "meta.json").unlink()
+    with pytest.raises(RegistryError, match="cannot publish a1"):
+        registry.publish("sm_90", change, "s1")
+
+
+def test_what_a_builder_is_about_to_publish_counts_as_new(registry: Registry) -> None:
+    path = registry.put("artifacts", "a1", {"lib.so": b"good"}, {})
+    make_old(path)
+    assert registry.has("artifacts", "a1")
+    assert registry.collect_garbage() == []
+    (path / "lib.so").write_bytes(b"evil")
+    assert not registry.has("artifacts", "a1") and not path.exists()
 
 
 def test_garbage_collection_stops_at_a_damaged_manifest(registry: Registry) -> None:
