@@ -9,6 +9,15 @@ from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
 from kda_tl.ops.deltalog import DeltaLogCache, deltalog_decode_gdn, deltalog_decode_kda, deltalog_decode_rwkv6
 from kda_tl.ops.explain import explain, workspace_bytes
+from kda_tl.ops.recurrent_gdn import recurrent_gdn
+from kda_tl.ops.recurrent_kda import recurrent_kda
+from kda_tl.ops.recurrent_rules import (
+    recurrent_delta_rule,
+    recurrent_gla,
+    recurrent_linear_attention,
+    recurrent_rwkv6,
+    recurrent_simple_gla,
+)
 from kda_tl.ops.warmup import warmup
 from kda_tl.runtime.counters import Counters, counters, reset_counters
 from kda_tl.runtime.errors import (
@@ -51,6 +60,13 @@ __all__ = [
     "deltalog_decode_kda",
     "deltalog_decode_rwkv6",
     "explain",
+    "recurrent_delta_rule",
+    "recurrent_gdn",
+    "recurrent_gla",
+    "recurrent_kda",
+    "recurrent_linear_attention",
+    "recurrent_rwkv6",
+    "recurrent_simple_gla",
     "reset_counters",
     "warmup",
     "workspace_bytes",

@@ -11,6 +11,7 @@ copy bandwidth measured in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +91,7 @@ def kernels(root: Path, spec: KernelSpec, variants: Iterable[str]) -> dict[str, 
 
 
 def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: int) -> Iterator[dict[str, Any]]:
-    """Per variant the error of two heads, then its time. Raises where an error is over its tolerance: such a time means nothing."""
+    """Per variant the error of two heads, then its time. Raises where an error is over its tolerance: its time means nothing."""
     x: dict[str, Any] = make_inputs(Case("bench", T=tokens, H=heads, HV=heads, gate=gate), "cuda", seed=heads)
     x = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in x.items()}
     workspace = Workspace.empty(-(-tokens // WY.chunk_size), heads, 128, torch.float16, True, x["q"].device)
@@ -116,7 +117,7 @@ def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: in
         is_wy = name in wys
         yield {
             "variant": name, "heads": heads, "gate": gate, "error": error, "units": 8 if is_wy else 6,
-            "ms": time_ms(lambda: run_wy(wy)) if is_wy else time_ms(lambda: run_scan(scan)),
+            "ms": time_ms(functools.partial(run_wy, wy) if is_wy else functools.partial(run_scan, scan)),
         }  # fmt: skip
 
 

@@ -25,16 +25,16 @@ from kda_tl.specs.schedules import ChunkScanSchedule
 def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     """The PrimFunc. Positional arguments, in order:
 
-    v [B, T, HV, V] dtype; cu_seqlens [N + 1] int32; q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P as chunk_wy wrote them;
-    o [B, T, HV, V] dtype, out; initial_state, final_state [N or pool, HV, K, V] state_dtype with any strides (so both layouts
+    v [B, T, HV, V] dtype; cu_seqlens [N + 1] int32; q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P as chunk_wy wrote
+    them; o [B, T, HV, V] dtype, out; initial_state, final_state [N or pool, HV, K, V] state_dtype with any strides (so both layouts
     are one program, and both may be one pool); state_indices [N] int32; has_initial_state [N] uint8;
     segment_states [N, segments, HV, K, V] float32, the state before every segment but the first; states [slots, HV, K, V]
     float32, out, the state before each chunk; scale: float32; then int32:
     uniform: 1 for a dense batch; load_state, masked, store_final_state, indexed, store_states: flags of the tensors above;
     null_index: of state_indices, one that stands for no state; segments: per sequence; segment_chunks: chunks of a segment.
     What a flag leaves unread may be any tensor of its rank and dtype.
-    Packed batches run one more sequence, the tokens past cu_seqlens[N]. Its outputs are zero, and so are those of a sequence that
-    has no state in the pool.
+    Packed batches run one more sequence, the tokens past cu_seqlens[N]. Its outputs are zero, and so are those of a sequence
+    that has no state in the pool.
     """
     if schedule.variant == "warp_specialized":
         from kda_tl.kernels import chunk_scan_warp_specialized

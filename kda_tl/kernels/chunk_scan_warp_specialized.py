@@ -119,7 +119,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
             u_full = T.alloc_barrier(128)
             u_free = T.alloc_barrier(256)
 
-            # What TMA moves in rows is read and written in columns of a fragment; a linear tile would serve 8 rows from one bank.
+            # What TMA moves in rows, fragments use in columns: a linear tile would serve 8 rows from one bank.
             T.annotate_layout({v_tile: make_swizzled_layout(v_tile), o_tile: make_swizzled_layout(o_tile)})
 
             tx = T.get_thread_binding()
@@ -278,8 +278,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
 
 
 @T.macro
-def load_value_tiles(k_decayed, v, A_inv, k_tile, v_tile, A_inv_tile, full, stage, batch, start, value_head, first_v, block_v, slot,
-                     C, K, delta):  # fmt: skip
+def load_value_tiles(k_decayed, v, A_inv, k_tile, v_tile, A_inv_tile, full, stage, batch, start, value_head, first_v, block_v,
+                     slot, C, K, delta):  # fmt: skip
     if delta:
         T.tma_copy(k_decayed[slot, value_head, 0:C, 0:K], k_tile[stage, :, :], barrier=full[stage])
     T.tma_copy(v[batch, start : start + C, value_head, first_v : first_v + block_v], v_tile[stage, :, :], barrier=full[stage])

@@ -7,10 +7,10 @@ by the values, so that the scan has neither exponentials nor a rule of its own:
     A_inv = (I + Diag(beta) A)^-1 Diag(beta),    A strictly lower, decay products of k with k
     P                                            lower with its diagonal, decay products of q with k
 
-Every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or from its last row up, and a sum
-outward from the chunk's ends where it crosses the middle: no exponent is ever positive. Formulas and names as in
-`kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6 (`read_first`) reads before it
-decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
+Every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or from its last row up; where it
+crosses into another thread's rows it starts from their sum of logs. So no exponent is ever positive. Formulas and names as in
+`kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6 (`read_first`) reads before
+it decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
 """
 
 from typing import Any
@@ -188,8 +188,8 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 for i, j in t.parallel(C, C):
                     kk[i, j] = 0.0
                     qk[i, j] = 0.0
-                store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C,
-                            K, parts, delta, read_first)  # fmt: skip
+                store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
+                            C, K, parts, delta, read_first)  # fmt: skip
                 decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
                                bonus_row if read_first else None)  # fmt: skip
                 for i, j in t.parallel(C, C):
@@ -239,8 +239,8 @@ def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
 
 
 @T.macro
-def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K, parts, delta,
-                read_first):  # fmt: skip
+def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K, parts,
+                delta, read_first):  # fmt: skip
     """The gated rows: down the chunk for e^G, up for e^(G_last - G). A part begins where the other parts' sums end."""
     size = C // parts
     for part, pair in t.each_column_pair(K, parts):

@@ -14,6 +14,8 @@ from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
 from kda_tl.ops.plan import Plan
 from kda_tl.ops.prefill import plan
+from kda_tl.ops.recurrent_gdn import plan_recurrent_gdn, recurrent_gdn
+from kda_tl.ops.recurrent_kda import plan_recurrent_kda, recurrent_kda
 
 __all__ = ["PLANNERS", "PREFILL_OPS", "explain", "workspace_bytes"]
 
@@ -33,7 +35,11 @@ def _planner(function: Any) -> Callable[..., Plan]:
     return lambda *args, **kwargs: plan(function.op, function.arguments(*args, **kwargs))
 
 
-PLANNERS: dict[str, Callable[..., Plan]] = {name: _planner(function) for name, function in PREFILL_OPS.items()}
+PLANNERS: dict[str, Callable[..., Plan]] = {
+    **{name: _planner(function) for name, function in PREFILL_OPS.items()},
+    recurrent_kda.__name__: plan_recurrent_kda,
+    recurrent_gdn.__name__: plan_recurrent_gdn,
+}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:

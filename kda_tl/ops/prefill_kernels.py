@@ -113,8 +113,8 @@ def launch_chunk_scan(
         workspace.A_inv, workspace.P, o,
         no_state if initial_state is None else initial_state, no_state if final_state is None else final_state,
         no_index if pool is None else pool.indices, _nothing(device, torch.uint8) if mask is None else mask,
-        _nothing(device, torch.float32).expand(0, 1, HV, K, V) if segments is None else segments.states,
-        _nothing(device, torch.float32).expand(0, HV, K, V) if states is None else states,
+        _no_rows(device, (0, 1, HV, K, V)) if segments is None else segments.states,
+        _no_rows(device, (0, HV, K, V)) if states is None else states,
         scale, N, int(cu_seqlens is None), int(initial_state is not None), int(mask is not None),
         int(final_state is not None), int(pool is not None), int(states is not None),
         NO_INDEX if pool is None else pool.null_index,
@@ -127,6 +127,11 @@ def launch_chunk_scan(
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """[1], for what a kernel does not read."""
     return torch.zeros(1, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _no_rows(device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _offsets(cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

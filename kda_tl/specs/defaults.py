@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.decode import decode_specs
 from kda_tl.specs.deltalog import deltalog_default_specs
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.prefill import prefill_specs
@@ -16,4 +17,4 @@ MAX_PROGRAMS = 120
 def default_specs(arch: str) -> list[KernelSpec]:
     """Every spec that ships for `arch`. Raises ValueError for an unknown arch."""
     is_cpu = arch_row(arch).is_cpu
-    return [*prefill_specs(is_cpu), *deltalog_default_specs(is_cpu)]
+    return [*prefill_specs(is_cpu), *decode_specs(arch), *deltalog_default_specs(is_cpu)]

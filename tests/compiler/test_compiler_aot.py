@@ -51,6 +51,24 @@ PARAMETERS: dict[str, dict[str, tuple[int, str | None]]] = {
         "has_initial_state": (0, "int32"),
         "store_final_state": (0, "int32"),
     },
+    "recurrent_decode": {
+        **dict.fromkeys(("q", "k", "v", "g"), (4, None)),
+        "g_wide": (4, "float32"),
+        "beta": (3, None),
+        "beta_wide": (3, "float32"),
+        "A_log": (1, "float32"),
+        "dt_bias": (2, "float32"),
+        "bonus": (2, "float32"),
+        "cu_seqlens": (1, "int32"),
+        "state_indices": (1, "int32"),
+        "starts": (1, "uint8"),
+        "o": (4, None),
+        "state_in": (4, "state"),
+        "state_out": (4, "state"),
+        "N": (0, "int32"),
+        **dict.fromkeys(("scale", "lower_bound"), (0, "float32")),
+        **dict.fromkeys(("flags", "gate_form", "beta_form", "null_index"), (0, "int32")),
+    },
     **DELTALOG_PARAMETERS,
 }
 
@@ -96,9 +114,8 @@ def test_metadata_is_complete(built: Built, arch: str, spec: KernelSpec) -> None
     assert [parameter["name"] for parameter in meta["parameters"]] == list(expected)
     for parameter in meta["parameters"]:
         dimensions, dtype = expected[parameter["name"]]
-        assert parameter["dtype"] == {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype}.get(
-            dtype, spec.as_dict().get(dtype, dtype)
-        )
+        own = {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype, "state": spec.as_dict().get("state_dtype")}
+        assert parameter["dtype"] == own.get(dtype, dtype)
         assert len(parameter.get("shape", ())) == len(parameter.get("strides", ())) == dimensions
 
     source = "kernel.c" if is_cpu else "kernel.cu"
@@ -115,7 +132,7 @@ def test_what_is_in_a_gpu_artifact(built: Built, arch: str, spec: KernelSpec) ->
     library, source = (path / "lib.so").read_bytes(), (path / "kernel.cu").read_text()
     for launch in meta["launches"]:
         assert f"{launch['name']}(" in source and launch["name"].encode() in library
-    assert ("wgmma" in source) == (arch == "sm_90" and spec.kernel.startswith("chunk"))
+    assert ("wgmma" in source) == (arch == "sm_90" and spec.kernel.startswith("chunk_"))
     fat_binary = b"\x50\xed\x55\xba"  # with PTX beside the cubin, for newer GPUs; an exact arch is one cubin
     assert (fat_binary in library) == (not ARCHS[arch].exact)
     assert b"libtilelang" not in library and b"libcuda" not in library  # it needs libc alone

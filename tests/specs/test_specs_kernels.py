@@ -103,10 +103,13 @@ def test_operands_of_products(dtype: str, operands: str) -> None:
 @pytest.mark.parametrize("name", ARCHS)
 def test_the_default_set_of_an_arch(name: str) -> None:
     specs = default_specs(name)
-    assert {"chunk_wy", "chunk_scan", "deltalog_decode", "deltalog_prep"} <= {spec.kernel for spec in specs}
+    kernels = {"chunk_wy", "chunk_scan", "recurrent_decode", "deltalog_decode", "deltalog_prep"}
+    assert {spec.kernel for spec in specs} == kernels
     assert len({spec.key for spec in specs}) == len(specs) <= MAX_PROGRAMS == 120
     # The C target has no bfloat16.
-    assert all(getattr(spec, "dtype", None) == ("float32" if name == "cpu" else "bfloat16") for spec in specs)
+    assert name != "cpu" or all(spec.as_dict()["dtype"] == "float32" for spec in specs)
+    assert name != "cpu" or all(spec.as_dict().get("state_dtype") != "bfloat16" for spec in specs)
+    assert name == "cpu" or all(spec.as_dict()["dtype"] == "bfloat16" for spec in specs if spec.kernel.startswith("chunk_"))
 
 
 def test_archs() -> None:

@@ -14,8 +14,8 @@ A level uses half of the rows on either side: its k rows and q rows stand togeth
 the rows of q and k stay in registers (`TileTarget.column_pairs`), where running products need no other thread. A product that
 begins in another part of the rows starts from sums of logs (`PartSums`), outward from r as well.
 
-Where a token reads the state before its own decay (`read_first`, RWKV6), a q row i stops at d_(i-1): then d_r belongs to the left
-factor, and the right one ends at d_(r-1). The k rows, which would need it otherwise, have no products there.
+Where a token reads the state before its own decay (`read_first`, RWKV6), a q row i stops at d_(i-1): then d_r belongs to the
+left factor, and the right one ends at d_(r-1). The k rows, which would need it otherwise, have no products there.
 """
 
 from dataclasses import dataclass
@@ -159,8 +159,8 @@ def store_level_products(t, product, qk, kk, chunk_size, h):
 def decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, chunk_size, head_dim, parts, bonus=None):
     """Fills the strictly lower part of kk (k with k) and the lower part of qk (q with k); both [C, C], zero on entry.
 
-    bonus: shared [K], or None. With it the products are RWKV6's (`read_first`): diagonal entries of qk are weighted by it, and kk
-    is not meaningful.
+    bonus: shared [K], or None. With it the products are RWKV6's (`read_first`): diagonal entries of qk are weighted by it, and
+    kk is not meaningful.
     q_rows, k_rows, decay: `column_pairs` of [C, K]; rows past the chunk's end hold 0, 0 and 1. sums: `PartSums` of the decays.
     Scratch: left, right shared [C, K] and [C / 2, K]; product fragment [C, C / 2].
     """
