@@ -1,4 +1,4 @@
-"""Parameters of DeltaLog's programs: name -> dimensions and dtype, in call order; dtype None or "state_dtype": the spec's."""
+"""Parameters of DeltaLog's programs: name -> dimensions and dtype, in call order; dtype None and "state": the spec's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GATES: dict[str, tuple[int, str | None]] = {
     "bonus": (2, "float32"),
 }
 _POOL: dict[str, tuple[int, str | None]] = {
-    "base": (4, "state_dtype"),
+    "base": (4, "state"),
     "log_k": (4, None),
     "log_u": (4, "float32"),
     "log_d": (4, "float32"),
