@@ -98,5 +98,5 @@ def explain(
             getattr(torch, dtype), name,
         )  # fmt: skip
         click.echo(str(plan_problem(function, problem)))
-    except (RegistryError, UnsupportedDevice) as error:
+    except (RegistryError, UnsupportedDevice, NotImplementedError) as error:
         raise click.ClickException(str(error)) from None

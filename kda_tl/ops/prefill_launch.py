@@ -32,8 +32,14 @@ def _specs(K: int, V: int, dtype: torch.dtype) -> tuple[ChunkWySpec, tuple[tuple
     return wy, scans, getattr(torch, wy.operand_dtype)
 
 
+def _check_rule(problem: Problem) -> None:
+    if not problem.rule.delta:
+        raise NotImplementedError(f"there are no kernels for a rule without the delta correction yet, got {problem.rule}")
+
+
 def launches(problem: Problem) -> tuple[Launch, ...]:
     """What `launch` launches, in order."""
+    _check_rule(problem)
     wy, scans, _ = _specs(problem.K, problem.V, problem.kernel_dtype)
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
@@ -53,8 +59,7 @@ def launch(problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | No
 
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     """
-    if not problem.rule.delta:
-        raise NotImplementedError(f"the kernels have no rule without the delta correction yet, got {problem.rule}")
+    _check_rule(problem)
     q, k, g, beta = _activated(problem, a)
     v = _as(a.v, problem.kernel_dtype)
     scale = problem.K**-0.5 if a.scale is None else float(a.scale)
