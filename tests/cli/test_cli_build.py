@@ -75,7 +75,9 @@ def test_the_table_shows_what_each_artifact_takes(run, compiler, tmp_path: Path)
 def test_the_cpu_has_no_such_figures(run, compiler, tmp_path: Path) -> None:
     compiler()
     result = run("build", "--arch", "cpu", "--registry", tmp_path)
-    assert [line.split()[2:5] for line in result.stdout.splitlines() if line.endswith("]")] == [["-", "-", "-"]] * 2
+    assert [line.split()[2:5] for line in result.stdout.splitlines() if line.endswith("]")] == [["-", "-", "-"]] * len(
+        default_specs("cpu")
+    )
     assert "driver" not in result.stdout
 
 
@@ -83,7 +85,7 @@ def test_progress_names_every_spec(run, compiler, tmp_path: Path) -> None:
     compiler()
     result = run("build", "--arch", "cpu", "--registry", tmp_path)
     for number, spec in enumerate(default_specs("cpu"), 1):
-        assert f"cpu {number}/2  {spec.key}  1.5 s" in result.output
+        assert f"cpu {number}/{len(default_specs('cpu'))}  {spec.key}  " in result.output
 
 
 def test_several_archs_each_once(run, compiler, tmp_path: Path) -> None:
@@ -115,7 +117,10 @@ def test_an_error_is_one_paragraph_and_the_other_archs_are_built(run, compiler, 
     calls = compiler(before={"sm_90": error})
     result = run("build", "--arch", "sm_90", "--arch", "cpu", "--registry", tmp_path)
     assert result.exit_code == 1
-    assert [call["arch"] for call in calls] == ["sm_90", "cpu"] and "cpu: 2 programs" in result.output
+    assert [call["arch"] for call in calls] == [
+        "sm_90",
+        "cpu",
+    ] and f"cpu: {len(default_specs('cpu'))} programs" in result.output
     last = result.output.strip().splitlines()[-1]
     assert last == f"Error: sm_90: {error}" and "Traceback" not in result.output
 

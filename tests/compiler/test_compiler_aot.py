@@ -163,7 +163,7 @@ def built_again(
 
 
 def chunk_scan(arch: str) -> KernelSpec:
-    (spec,) = (spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
+    spec = next(spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
     return spec
 
 
