@@ -11,9 +11,10 @@ copy bandwidth measured in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,22 +25,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 import torch  # noqa: E402
 from chunk_kda_cases import TOLERANCE, Case, make_inputs, relative_error  # noqa: E402
 
+from kda_tl.ops.prefill_launch import GateOptions, Workspace, launch_chunk_scan, launch_chunk_wy  # noqa: E402
 from kda_tl.reference import recurrent_kda  # noqa: E402
 from kda_tl.registry import Registry  # noqa: E402
 from kda_tl.runtime.loader import load  # noqa: E402
-from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec  # noqa: E402
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec  # noqa: E402
 from kda_tl.specs.schedules import ChunkScanSchedule, ChunkWySchedule  # noqa: E402
 
 ARCH = "sm_90"
 WY, SCAN = ChunkWySpec(), ChunkScanSpec()
-WIDE = ChunkScanSchedule(
-    "warp_specialized", block_v=128, state_registers=208, value_registers=112, output_registers=104, gating_registers=88
-)
-VARIANTS = {
-    "plain": (ChunkWySchedule(), ChunkScanSchedule()),
-    "warp specialized, V tile 128": (ChunkWySchedule(), WIDE),
-    "warp specialized, V tile 64": (ChunkWySchedule(), ChunkScanSchedule("warp_specialized", block_v=64)),
-    "warp specialized, V tile 32": (ChunkWySchedule(min_blocks=3), ChunkScanSchedule("warp_specialized", block_v=32)),
+Kernels = dict[str, Callable[..., Any]]
+WY_VARIANTS = {"4 parts": ChunkWySchedule(), "2 parts": ChunkWySchedule(parts=2)}
+WIDE = {"state_registers": 208, "value_registers": 152, "output_registers": 104, "load_registers": 40}
+SCAN_VARIANTS = {
+    "plain": ChunkScanSchedule(),
+    "V tile 128": ChunkScanSchedule("warp_specialized", block_v=128, **WIDE),
+    "V tile 64": ChunkScanSchedule("warp_specialized", block_v=64),
+    "V tile 32, 3 stages": ChunkScanSchedule("warp_specialized", block_v=32, stages=3),
 }
 
 
@@ -50,9 +52,10 @@ def folder(root: Path, name: str) -> Path:
 def prepare(root: Path) -> None:
     from kda_tl.compiler.build import build
 
-    for name, (wy, scan) in VARIANTS.items():
-        for result in build(ARCH, [WY, SCAN], Registry(folder(root, name)), schedules={WY: wy, SCAN: scan}):
-            print(f"{name}: {result.spec.kernel} {result.seconds:.0f} s", flush=True)
+    for spec, variants in ((WY, WY_VARIANTS), (SCAN, SCAN_VARIANTS)):
+        for name, schedule in variants.items():
+            for result in build(ARCH, [spec], Registry(folder(root, name)), schedules={spec: schedule}):
+                print(f"{name}: {result.seconds:.0f} s", flush=True)
 
 
 def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
@@ -76,50 +79,63 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (time_ms(lambda: target.copy_(source)) * 1e-3)
 
 
-def measure_row(wy: Callable[..., Any], scan: Callable[..., Any], heads: int, gate: str, tokens: int) -> dict[str, Any]:
-    """The errors of two heads, then the times. Raises where an error is over its tolerance: such a time would mean nothing."""
+def kernels(root: Path, spec: KernelSpec, variants: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    found = {}
+    for name in variants:
+        registry = Registry(folder(root, name))
+        path = registry.find(ARCH, spec.key)
+        if path is None:
+            raise SystemExit(f"{registry.root} lacks {spec.key}: run `python tools/bench_chunk_kda.py prepare {root}` first")
+        found[name] = load(registry, path, ARCH, spec.key)
+    return found
+
+
+def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: int) -> Iterator[dict[str, Any]]:
+    """Per variant the error of two heads, then its time. Raises where an error is over its tolerance: its time means nothing."""
     x: dict[str, Any] = make_inputs(Case("bench", T=tokens, H=heads, HV=heads, gate=gate), "cuda", seed=heads)
     x = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in x.items()}
-    offsets = torch.empty(1, dtype=torch.int32, device="cuda")
-    workspace = (2, -(-tokens // WY.chunk_size), heads, WY.chunk_size, WY.chunk_size)
-    A_inv, P = torch.full(workspace, float("nan"), dtype=torch.float16, device="cuda")
-    o, state = torch.full_like(x["v"], float("nan")), torch.full_like(x["initial_state"], float("nan"))
-
-    def run_wy() -> None:
-        wy(x["q"], x["k"], x["g"], x["beta"], offsets, A_inv, P, 1)
-
-    def run_scan() -> None:
-        scan(x["q"], x["k"], x["v"], x["g"], offsets, A_inv, P, o, x["initial_state"], state, 128**-0.5, 1, 1, 1)
-
-    run_wy(), run_scan()
+    workspace = Workspace.empty(-(-tokens // WY.chunk_size), heads, 128, torch.float16, True, x["q"].device)
+    o, state = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
     few = {name: x[name][:, :, :2] for name in ("q", "k", "v", "g", "beta")}
     ref_o, ref_state = recurrent_kda(**few, initial_state=x["initial_state"][:, :2])
-    error = max(relative_error(o[:, :, :2], ref_o), relative_error(state[:, :2], ref_state))
-    if not error < TOLERANCE:
-        raise SystemExit(f"error {error:.1e} is over {TOLERANCE}: not timed")
-    return {"heads": heads, "gate": gate, "error": error, "chunk_wy": time_ms(run_wy), "chunk_scan": time_ms(run_scan)}
+
+    def run_wy(wy: Callable[..., Any]) -> None:
+        launch_chunk_wy(wy, x["q"], x["k"], x["g"], x["beta"], GateOptions(), None, workspace)
+
+    def run_scan(scan: Callable[..., Any]) -> None:
+        launch_chunk_scan(scan, x["v"], workspace, o, 128**-0.5, None, x["initial_state"], state)
+
+    pairs = [(name, wy, next(iter(scans.values()))) for name, wy in wys.items()]
+    pairs += [(name, next(iter(wys.values())), scan) for name, scan in scans.items()]
+    for name, wy, scan in pairs:
+        for tensor in (*vars(workspace).values(), o, state):
+            tensor.fill_(float("nan"))
+        run_wy(wy), run_scan(scan)
+        error = max(relative_error(o[:, :, :2], ref_o), relative_error(state[:, :2], ref_state))
+        if not error < TOLERANCE:
+            raise SystemExit(f"{name}: error {error:.1e} is over {TOLERANCE}: not timed")
+        is_wy = name in wys
+        yield {
+            "variant": name, "heads": heads, "gate": gate, "error": error, "units": 8 if is_wy else 6,
+            "ms": time_ms(functools.partial(run_wy, wy) if is_wy else functools.partial(run_scan, scan)),
+        }  # fmt: skip
 
 
 def measure(root: Path, heads: list[int], tokens: int, out: Path | None) -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, a copy moves {bandwidth / 1e12:.2f} TB/s; milliseconds")
-    print(f"{'variant':30s} heads    gate    error  chunk_wy  floor  chunk_scan  floor     sum")
+    print(f"{'variant':24s} heads    gate    error      ms   floor")
+    wys, scans = kernels(root, WY, WY_VARIANTS), kernels(root, SCAN, SCAN_VARIANTS)
     rows = []
-    for name in VARIANTS:
-        registry = Registry(folder(root, name))
-        paths = [registry.find(ARCH, spec.key) for spec in (WY, SCAN)]
-        if None in paths:
-            raise SystemExit(f"{registry.root} lacks a kernel: run `python tools/bench_chunk_kda.py prepare {root}` first")
-        wy, scan = (load(registry, path, ARCH, spec.key) for path, spec in zip(paths, (WY, SCAN)) if path is not None)
-        for count in heads:
-            # chunk_wy reads q, k and g (float32: two units) and writes two halves; chunk_scan reads these and v, and writes o.
-            unit = tokens * count * 128 * 2 / bandwidth * 1e3
-            for gate in ("strong", "weak"):
-                row = measure_row(wy, scan, count, gate, tokens)
-                rows.append({"variant": name, **row, "chunk_wy_floor": 5 * unit, "chunk_scan_floor": 7 * unit})
+    for count in heads:
+        # chunk_wy reads q, k and g (float32: two units) and writes four units; chunk_scan reads these and v, and writes o.
+        unit = tokens * count * 128 * 2 / bandwidth * 1e3
+        for gate in ("strong", "weak"):
+            for row in measure_rows(wys, scans, count, gate, tokens):
+                row["floor"] = row.pop("units") * unit
+                rows.append(row)
                 print(
-                    f"{name:30s} {count:5d} {gate:>7s} {row['error']:8.1e} {row['chunk_wy']:9.3f} {5 * unit:6.3f} "
-                    f"{row['chunk_scan']:11.3f} {7 * unit:6.3f} {row['chunk_wy'] + row['chunk_scan']:7.3f}",
+                    f"{row['variant']:24s} {count:5d} {gate:>7s} {row['error']:8.1e} {row['ms']:7.3f} {row['floor']:7.3f}",
                     flush=True,
                 )
     if out is not None:

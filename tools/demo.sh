@@ -1,6 +1,6 @@
 #!/bin/sh
-# The demonstration in an environment of its own. Arguments go to tools/demo.py.
+# From source to a checked result on any machine, no GPU needed, in an environment of its own. Arguments go to kda-tl demo.
 set -eu
 . "$(dirname -- "$0")/env.sh"
 cd -- "$checkout"
-exec python tools/demo.py "$@"
+exec python -m kda_tl.cli.main demo "$@"

@@ -15,6 +15,7 @@ from kda_tl.cli.shared import arch_option, registry_option, size, stored_bytes, 
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.kernels import KernelSpec, spec_of_key
 from kda_tl.specs.schedules import ScheduleFileError
 
 if TYPE_CHECKING:
@@ -27,18 +28,36 @@ __all__ = ["build"]
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
+class Spec(click.ParamType):
+    """A spec as manifests and messages write it."""
+
+    name = "SPEC"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> KernelSpec:
+        if isinstance(value, KernelSpec):
+            return value
+        try:
+            return spec_of_key(str(value))
+        except (ValueError, TypeError) as error:
+            self.fail(str(error), param, ctx)
+
+
 @click.command()
 @arch_option("What to compile for. May be given several times.", multiple=True, required=True)
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes.  [default: one per core]")
+@click.option("--spec", "specs", type=Spec(), multiple=True, help="Only this program, e.g. 'chunk_wy[dtype=float16]'; may be "
+              "given several times.  [default: the default set of the architecture]")  # fmt: skip
 @registry_option("Where the artifacts go.  [default: the first writable folder of the search path]")
-def build(arch: tuple[str, ...], jobs: int | None, registry: Path | None) -> None:
+def build(arch: tuple[str, ...], jobs: int | None, specs: tuple[KernelSpec, ...], registry: Path | None) -> None:
     """Compile the kernels of one or more architectures.
 
     Needs TileLang (pip install 'kda-tl[build]'), a C++ compiler, and for the sm_ architectures nvcc. No GPU. What the
     registry has already is not compiled again. The folder is complete: copied to another machine and named there with
     KDA_TL_REGISTRY, it serves with neither TileLang nor a compiler installed.
 
-    Exits 1 where something could not be compiled; the rest is built all the same. After Ctrl-C, what had finished is kept.
+    Every program is compiled in a worker process; one that fails, or that ends its process, leaves the others alone. Exits 1
+    where something could not be compiled; the rest is built all the same. After Ctrl-C, what had finished is kept, and nothing
+    half-written is left behind.
 
     \b
     Examples:
@@ -53,7 +72,7 @@ def build(arch: tuple[str, ...], jobs: int | None, registry: Path | None) -> Non
         click.echo(f"Registry {target.root}")
         for name in dict.fromkeys(arch):
             try:
-                _build_arch(name, jobs, target)
+                _build_arch(name, specs, jobs, target)
             except (BuildError, RegistryError, ScheduleFileError, OSError) as error:
                 failures.append(f"{name}: {error}")
     except RegistryError as error:
@@ -65,10 +84,10 @@ def build(arch: tuple[str, ...], jobs: int | None, registry: Path | None) -> Non
         raise click.ClickException("\n".join(failures))
 
 
-def _build_arch(arch: str, jobs: int | None, registry: Registry) -> None:
+def _build_arch(arch: str, specs: Sequence[KernelSpec], jobs: int | None, registry: Registry) -> None:
     from kda_tl.compiler.build import build as compile_specs
 
-    specs = default_specs(arch)
+    specs = list(dict.fromkeys(specs)) or default_specs(arch)
     finished: list[BuildResult] = []
     start = time.perf_counter()
     try:
@@ -78,7 +97,7 @@ def _build_arch(arch: str, jobs: int | None, registry: Registry) -> None:
                 finished.append(result)
                 tell(result)
 
-            compile_specs(arch, specs, registry, jobs=jobs, progress=on_finished)
+            compile_specs(arch, specs, registry, jobs=jobs, progress=on_finished, isolate=True)
     finally:
         if finished:
             click.echo(_report(arch, finished, registry, time.perf_counter() - start))
@@ -107,24 +126,35 @@ def _progress(arch: str, total: int) -> Iterator[Callable[[BuildResult], None]]:
 
 
 def _took(result: BuildResult) -> str:
+    if result.error is not None:
+        return "FAILED"
     return f"{result.seconds:.1f} s" if result.compiled else "already built"
 
 
 def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elapsed: float) -> str:
-    rows, total = [], 0
+    row = arch_row(arch)
+    rows, total, spilling, failed = [], 0, 0, sum(result.error is not None for result in results)
     for result in sorted(results, key=lambda result: result.spec.key):
+        if result.error is not None:
+            rows.append((_took(result), "-", "-", "-", "-", result.spec.key))
+            continue
         meta = registry.load_meta(registry.root / "artifacts" / result.id)
         total += stored_bytes(meta)
+        spilling += _spills(meta) > 0
         rows.append((_took(result), *_resources(meta), size(stored_bytes(meta)), result.spec.key))
     header = ("time", "shared memory", "registers", "spills", "size", "spec")
+    lines = [f"{arch}: {len(results) - failed} programs in {elapsed:.1f} s" + (f", {failed} failed" if failed else "")]
+    lines.append(table(header, rows))
     support = registry.support_dir(arch)
     libraries = f", and {size(stored_bytes(registry.load_meta(support)))} of libraries that all of them load" if support else ""
-    row = arch_row(arch)
-    needs = f"\n  Runs with an NVIDIA driver R{row.min_driver} or newer." if row.min_driver else ""
-    return (
-        f"{arch}: {len(results)} programs in {elapsed:.1f} s\n{table(header, rows)}\n"
-        f"  Together {size(total)}{libraries}.{needs}"
-    )
+    lines.append(f"  Together {size(total)}{libraries}.")
+    if not row.is_cpu:
+        lines.append(f"  A block may use {size(row.shared_memory)} of shared memory; {spilling} programs spill registers.")
+    if row.min_driver:
+        lines.append(f"  Runs with an NVIDIA driver R{row.min_driver} or newer.")
+    if not row.measured:
+        lines.append(f"  Never run or timed on such a device: calls take sm_89's artifacts unless KDA_TL_ARCH={arch}.")
+    return "\n".join(lines)
 
 
 def _resources(meta: dict[str, Any]) -> tuple[str, str, str]:
@@ -133,5 +163,9 @@ def _resources(meta: dict[str, Any]) -> tuple[str, str, str]:
     return (
         size(max(launch["shared_memory"] for launch in launches)) if launches else "-",
         str(max(kernel["registers"] for kernel in kernels)) if kernels else "-",
-        size(sum(kernel["spill_stores"] + kernel["spill_loads"] for kernel in kernels)) if kernels else "-",
+        size(_spills(meta)) if kernels else "-",
     )
+
+
+def _spills(meta: dict[str, Any]) -> int:
+    return sum(kernel["spill_stores"] + kernel["spill_loads"] for kernel in meta.get("resources", []))

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from typing import Any
+
 import click
 import torch
 
-from kda_tl.cli.shared import arch_option
-from kda_tl.ops.explain import PLANNERS, PREFILL_OPS
-from kda_tl.ops.offered import MAX_HEAD_DIM_K, MAX_HEAD_DIM_V
-from kda_tl.ops.prefill import plan_problem
-from kda_tl.ops.prefill_checks import Problem
+from kda_tl.cli.shared import arch_option, json_option
+from kda_tl.ops.example import example_inputs, op_named
+from kda_tl.ops.explain import PLANNERS
+from kda_tl.ops.plan import Plan
 from kda_tl.registry import RegistryError
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.errors import UnsupportedDevice
+from kda_tl.runtime.build_on_miss import build_command
+from kda_tl.runtime.errors import KdaTlError
 
 __all__ = ["explain"]
 
 POSITIVE = click.IntRange(min=1)
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-class Lengths(click.ParamType):
-    """Comma-separated lengths of packed sequences; a sequence may be empty."""
+class Numbers(click.ParamType):
+    """Comma-separated whole numbers, none negative: lengths of packed sequences (one may be empty), or a shape."""
 
     name = "N,N,..."
 
@@ -28,30 +33,62 @@ class Lengths(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            lengths = tuple(int(part) for part in str(value).split(","))
+            numbers = tuple(int(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of whole numbers such as 100,200", param, ctx)
-        if min(lengths) < 0:
-            self.fail(f"a sequence cannot have {min(lengths)} tokens", param, ctx)
-        return lengths
+        if min(numbers) < 0:
+            self.fail(f"{min(numbers)} is negative: a sequence cannot have so many tokens, nor a shape", param, ctx)
+        return numbers
 
 
-@click.command()
+class Assignment(click.ParamType):
+    """NAME=VALUE; the value is a shape, or a Python literal, or a word."""
+
+    name = "NAME=VALUE"
+
+    def __init__(self, shapes: bool) -> None:
+        self.shapes = shapes
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals or not name.isidentifier():
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        if self.shapes:
+            return name, Numbers().convert(text, param, ctx)
+        try:
+            return name, ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+        except (ValueError, SyntaxError):
+            return name, text
+
+
+EPILOG = """\b
+Examples:
+  kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
+  kda-tl explain chunk_kda --heads 16 --value-heads 32 --lengths 100,2000,1
+  kda-tl explain chunk_kda --tokens 512 --heads 4 --set output_final_state=true --json
+  kda-tl explain chunk_kda --tokens 64 --heads 2 --shape initial_state=1,2,128,128
+
+Exits 0 with a plan, also where artifacts are missing (the plan says so); 1 where there can be none; 2 for wrong options.
+"""
+
+
+@click.command(epilog=EPILOG)
 @click.argument("op", type=click.Choice(list(PLANNERS)))
 @click.option("--tokens", type=click.IntRange(min=0), help="T, tokens per sequence; of the whole pack with --lengths.")
 @click.option("--heads", type=POSITIVE, required=True, help="H, heads of q and k.")
 @click.option("--value-heads", type=POSITIVE, help="HV, heads of v, a multiple of H.  [default: as many as --heads]")
-@click.option("--head-dim-k", type=click.IntRange(1, MAX_HEAD_DIM_K), default=128, help="K.  [default: 128]")
-@click.option("--head-dim-v", type=click.IntRange(1, MAX_HEAD_DIM_V), default=128, help="V.  [default: 128]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
-    default="bfloat16",
-    help="Of q, k and v.  [default: bfloat16]",
-)
+@click.option("--head-dim-k", type=POSITIVE, default=128, show_default=True, help="K, size of a key.")
+@click.option("--head-dim-v", type=POSITIVE, default=128, show_default=True, help="V, size of a value.")
 @click.option("--batch", type=click.IntRange(min=0), help="B, sequences of equal length.  [default: 1]")
-@click.option("--lengths", type=Lengths(), help="Sequences packed along T (cu_seqlens), e.g. 100,200, instead of --batch.")
+@click.option("--lengths", type=Numbers(), help="Sequences packed along T (cu_seqlens), e.g. 100,200, instead of --batch.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of the activations.  [default: float32 on cpu, else bfloat16]")
+@click.option("--shape", "shapes", type=Assignment(True), multiple=True, metavar="NAME=N,N,...",
+              help="Shape of a tensor argument, where its name does not imply it, or another.")  # fmt: skip
+@click.option("--set", "options", type=Assignment(False), multiple=True, help="Any other argument of the op.")
 @arch_option("Plan for this architecture.  [default: that of the first CUDA device, cpu where there is none]")
+@json_option("One JSON object, sizes in bytes.")
 def explain(
     op: str,
     tokens: int | None,
@@ -59,10 +96,13 @@ def explain(
     value_heads: int | None,
     head_dim_k: int,
     head_dim_v: int,
-    dtype: str,
     batch: int | None,
     lengths: tuple[int, ...] | None,
+    dtype: str | None,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    options: tuple[tuple[str, Any], ...],
     arch: str | None,
+    as_json: bool,
 ) -> None:
     """Print what a call of OP would launch.
 
@@ -70,11 +110,6 @@ def explain(
     missing.
     It needs no device: with --arch it tells what a call would do on another machine that has these registries. In Python,
     kda_tl.explain does the same for given tensors.
-
-    \b
-    Examples:
-      kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
-      kda-tl explain chunk_kda --heads 16 --value-heads 32 --lengths 100,2000,1
     """
     value_heads = heads if value_heads is None else value_heads
     if value_heads % heads:
@@ -82,21 +117,46 @@ def explain(
     if lengths is None:
         if tokens is None:
             raise click.UsageError("give --tokens, or --lengths")
-        sequences = batch = 1 if batch is None else batch
     else:
         if batch is not None:
             raise click.UsageError("--batch and --lengths exclude each other: a pack has batch size 1")
-        sequences, batch, tokens = len(lengths), 1, sum(lengths) if tokens is None else tokens
+        tokens = sum(lengths) if tokens is None else tokens
         if tokens < sum(lengths):
             raise click.BadParameter(f"{tokens} is less than the {sum(lengths)} tokens of --lengths", param_hint="--tokens")
     try:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         name = dispatcher.device_arch(device) if arch is None else arch
-        function = PREFILL_OPS[op].op
-        problem = Problem(
-            function.rule, batch, tokens, sequences, heads, value_heads, head_dim_k, head_dim_v, lengths is not None,
-            getattr(torch, dtype), name,
+        inputs = example_inputs(
+            op_named(op), tokens=tokens, batch=1 if batch is None else batch, heads=heads, value_heads=value_heads,
+            head_dim_k=head_dim_k, head_dim_v=head_dim_v, lengths=lengths, shapes=dict(shapes),
+            dtype=getattr(torch, dtype or ("float32" if name == "cpu" else "bfloat16")),
         )  # fmt: skip
-        click.echo(str(plan_problem(function, problem)))
-    except (RegistryError, UnsupportedDevice, NotImplementedError) as error:
+        with dispatcher.assume_arch(name):
+            plan = PLANNERS[op](**{**inputs, **dict(options)})
+            click.echo(json.dumps(_as_dict(plan), indent=2) if as_json else str(plan))
+    except (RegistryError, KdaTlError, ValueError, TypeError, NotImplementedError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _as_dict(plan: Plan) -> dict[str, Any]:
+    launches, missing = [], []
+    for launch in plan.launches:
+        choice = dispatcher.choose(launch.spec, plan.arch)
+        launches.append({
+            "kernel": launch.spec.kernel,
+            "spec": launch.spec.key,
+            "grid": launch.grid,
+            "artifact": choice.path.name if choice.path else None,
+            "registry": str(choice.registry.root) if choice.registry else None,
+            "reason": choice.reason,
+        })  # fmt: skip
+        if choice.path is None:
+            missing.append(build_command(launch.spec, plan.arch))
+    return {
+        "op": plan.op,
+        "arch": plan.arch,
+        "problem": dict(plan.problem),
+        "workspace_bytes": plan.workspace_bytes,
+        "launches": launches,
+        "build": list(dict.fromkeys(missing)),
+    }

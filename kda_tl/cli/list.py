@@ -8,26 +8,30 @@ from typing import Any
 
 import click
 
-from kda_tl.cli.shared import arch_option, build_command, registries, registry_option, size, table
+from kda_tl.cli.shared import arch_option, bar, build_command, json_option, registries, registry_option, size, table
 from kda_tl.registry import Entry, ManifestError, Registry
 
 __all__ = ["list_artifacts"]
 
+EPILOG = """\b
+Examples:
+  kda-tl list
+  kda-tl list --arch sm_90 --json
 
-@click.command("list")
+Exits 0, also where nothing is built; 1 where a manifest cannot be read.
+"""
+
+
+@click.command("list", epilog=EPILOG)
 @arch_option("Only this architecture.")
 @registry_option("Only this folder.  [default: every folder of the search path]")
-@click.option("--json", "as_json", is_flag=True, help="A JSON array of objects, sizes in bytes.")
+@json_option("A JSON array of objects, sizes in bytes.")
 def list_artifacts(arch: str | None, registry: Path | None, as_json: bool) -> None:
     """Show the artifacts of every registry on the search path.
 
     The search path is KDA_TL_REGISTRY, build/ of a checkout, the user cache and the artifacts that a wheel brings, in this
-    order; where two registries hold one spec, the first one serves it. Files are not read: kda-tl verify does that.
-
-    \b
-    Examples:
-      kda-tl list
-      kda-tl list --arch sm_90 --json
+    order; where two registries hold one spec, the first one serves it. Files are not read: kda-tl verify does that. The bars
+    compare sizes within a registry.
     """
     found, failures = [], []
     for where in registries(registry):
@@ -68,9 +72,15 @@ def _as_dict(where: Registry, entry: Entry, count: int | None) -> dict[str, Any]
 
 def _print_tables(found: list[tuple[Registry, Entry, int | None]]) -> None:
     for root in dict.fromkeys(where.root for where, _, _ in found):
-        rows = []
-        for where, entry, count in found:
-            if where.root == root:
-                stored = "MISSING" if count is None else size(count)
-                rows.append((entry.arch, str(entry.fields.get("built", "-")), stored, entry.id, entry.spec_key))
-        click.echo(f"{root}\n{table(('arch', 'built', 'size', 'artifact', 'spec'), rows)}")
+        here = [(entry, count) for where, entry, count in found if where.root == root]
+        most = max(count or 0 for _, count in here)
+        rows = [
+            (entry.arch, str(entry.fields.get("built", "-")), "MISSING" if count is None else size(count),
+             bar(count or 0, most), entry.id, entry.spec_key)
+            for entry, count in here
+        ]  # fmt: skip
+        archs = ", ".join(
+            f"{arch} {sum(entry.arch == arch for entry, _ in here)}" for arch in dict.fromkeys(entry.arch for entry, _ in here)
+        )
+        click.echo(f"{root}\n{table(('arch', 'built', 'size', '', 'artifact', 'spec'), rows)}")
+        click.echo(f"  Together {size(sum(count or 0 for _, count in here))}: {archs}")

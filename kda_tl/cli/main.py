@@ -6,28 +6,42 @@ import click
 
 from kda_tl import __version__
 from kda_tl.cli.build import build
+from kda_tl.cli.bundle import bundle
+from kda_tl.cli.demo import demo
+from kda_tl.cli.doctor import doctor
 from kda_tl.cli.explain import explain
+from kda_tl.cli.gc import gc
 from kda_tl.cli.list import list_artifacts
 from kda_tl.cli.verify import verify
 
 __all__ = ["cli"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+EPILOG = """\b
+Examples:
+  kda-tl demo                     one call on the best device here, checked against the float64 recurrence
+  kda-tl doctor                   what is installed, what serves which device, what is in the way
+  kda-tl build --arch sm_90       compile for an H100 or H200; no GPU is needed
+  kda-tl list                     what is built, and where
+  kda-tl verify                   compare every file with the hash it was built with
+  kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
+
+\b
+Exit codes of every command:
+  0    done
+  1    something failed, is damaged or is missing; the message names it and the command that helps
+  2    wrong options or arguments
+  130  stopped by Ctrl-C
+"""
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="kda-tl")
 def cli() -> None:
-    """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention.
-
-    \b
-    Examples:
-      kda-tl build --arch sm_90       compile for an H100 or H200; no GPU is needed
-      kda-tl list                     what is built, and where
-      kda-tl verify                   compare every file with the hash it was built with
-      kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
-    """
+    """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention."""
 
 
-for command in (build, explain, list_artifacts, verify):
+for command in (build, bundle, demo, doctor, explain, gc, list_artifacts, verify):
     cli.add_command(command)
 
 if __name__ == "__main__":

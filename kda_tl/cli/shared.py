@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,17 @@ import click
 from kda_tl.registry import Registry, search_path
 from kda_tl.specs.archs import ARCHS
 
-__all__ = ["arch_option", "build_command", "registries", "registry_option", "size", "stored_bytes", "table"]
+__all__ = [
+    "arch_option",
+    "bar",
+    "build_command",
+    "json_option",
+    "registries",
+    "registry_option",
+    "size",
+    "stored_bytes",
+    "table",
+]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -22,6 +33,10 @@ def arch_option(help: str, **attributes: Any) -> Decorator:
 
 def registry_option(help: str) -> Decorator:
     return click.option("--registry", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+
+
+def json_option(help: str) -> Decorator:
+    return click.option("--json", "as_json", is_flag=True, help=help)
 
 
 def registries(only: Path | None) -> list[Registry]:
@@ -40,6 +55,13 @@ def size(count: int) -> str:
     if count < 1024:
         return f"{count} B"
     return f"{count / 1024:.1f} KiB" if count < 1024**2 else f"{count / 1024**2:.1f} MiB"
+
+
+def bar(count: float, most: float, width: int = 12) -> str:
+    """A picture of count / most, `width` characters long at most; what is there at all shows."""
+    mark = "#" if "utf" not in (sys.stdout.encoding or "").lower() else "\N{BLACK VERTICAL RECTANGLE}"
+    filled = max(1, round(width * count / most)) if count > 0 else 0
+    return (mark * filled).ljust(width)
 
 
 def stored_bytes(meta: Mapping[str, Any]) -> int:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from kda_tl.cli.shared import arch_option, build_command, registries, registry_option
+from kda_tl.cli.shared import arch_option, build_command, json_option, registries, registry_option
 from kda_tl.registry import Registry, RegistryError
 
 __all__ = ["verify"]
 
+EPILOG = """\b
+Examples:
+  kda-tl verify
+  kda-tl verify --arch sm_90 --registry /srv/artifacts
+  kda-tl verify --json
 
-@click.command()
+Exits 1 where something is damaged, missing or unreadable, or nothing is there to verify; else 0.
+"""
+
+
+@click.command(epilog=EPILOG)
 @arch_option("Only what this architecture's manifest names.")
 @registry_option("Only this folder.  [default: every folder of the search path]")
-def verify(arch: str | None, registry: Path | None) -> None:
+@json_option("One JSON object: checked, ok, and failures with registry, path and error.")
+def verify(arch: str | None, registry: Path | None, as_json: bool) -> None:
     """Compare every artifact with the hashes it was built with.
 
     What is damaged is named and moved to the registry's quarantine/, as a call that met it would do; the build command
-    in the message makes it again. Exits 1 where something is damaged, missing or unreadable, or nothing is there to verify.
-
-    \b
-    Examples:
-      kda-tl verify
-      kda-tl verify --arch sm_90 --registry /srv/artifacts
+    in the message makes it again.
     """
-    checked, failures = 0, []
+    checked = 0
+    failures: list[dict[str, str | None]] = []
     for where in registries(registry):
         folders, errors = _folders(where, arch)
-        failures += errors
+        failures += [{"registry": str(where.root), "path": None, "error": error} for error in errors]
         for folder in folders:
             checked += 1
             try:
                 where.verify(folder)
             except RegistryError as error:
-                failures.append(str(error))
+                failures.append({"registry": str(where.root), "path": str(folder), "error": str(error)})
+    if as_json:
+        ok = bool(checked) and not failures
+        click.echo(json.dumps({"ok": ok, "checked": checked, "failures": failures}, indent=2))
+        if not ok:
+            raise click.exceptions.Exit(1)
+        return
     if failures:
         count = f"{len(failures)} of {checked} artifacts and libraries failed"
-        raise click.ClickException("\n".join([count, *failures]))
+        raise click.ClickException("\n".join([count, *(str(failure["error"]) for failure in failures)]))
     if not checked:
         looked = ", ".join(str(where.root) for where in registries(registry))
         raise click.ClickException(f"nothing to verify in {looked}. To build: {build_command(arch, registry)}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import kda_tl
@@ -20,7 +18,9 @@ from kda_tl.compiler.errors import BuildError
 from kda_tl.compiler.lower import RECIPE, lower_program, program_text
 from kda_tl.compiler.support import put_support
 from kda_tl.compiler.toolchain import cxx_compiler, nvcc_compiler, require_tilelang, version_line
-from kda_tl.registry import DamagedArtifact, Registry
+from kda_tl.compiler.workers import Outcome, run_tasks
+from kda_tl.registry import ARTIFACT_FORMAT, Registry
+from kda_tl.registry.locks import remove_stale
 from kda_tl.specs.archs import Arch
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.kernels import KernelSpec
@@ -28,17 +28,19 @@ from kda_tl.specs.schedules import Schedule, schedule_for
 
 __all__ = ["BuildResult", "build"]
 
-ARTIFACT_FORMAT = 1  # of meta.json; runtime.loader reads this one
+Task = tuple[KernelSpec, Schedule]
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What one spec came to: `seconds` is 0 where the registry had the artifact already."""
+    """What one spec came to: `seconds` is 0 where the registry had the artifact already; `error` is None where it has it now,
+    and `id` is empty otherwise."""
 
     spec: KernelSpec
     id: str
     seconds: float
     compiled: bool
+    error: str | None = None
 
 
 def build(
@@ -48,80 +50,94 @@ def build(
     jobs: int | None = None,
     progress: Callable[[BuildResult], None] | None = None,
     schedules: Mapping[KernelSpec, Schedule] | None = None,
+    isolate: bool | None = None,
 ) -> list[BuildResult]:
     """Compiles what the registry lacks and publishes the whole list in its manifest.
 
+    A registry that has everything is only read: it may be on a read-only file system. After an interrupt, and where some specs
+    fail, what was finished is stored and published all the same, and nothing else is left behind.
+
     Args:
         arch: a name of `kda_tl.specs.archs`.
-        jobs: worker processes, default one per core. One job compiles in this process.
-        progress: called once per finished spec.
+        jobs: worker processes, default one per core.
+        progress: called once per spec, in the order in which they finish; those that failed have an `error`.
         schedules: for these specs, in place of what schedules/ARCH.json says.
+        isolate: whether specs compile in child processes, which may die without ending this one; default: with 2 jobs or more.
 
     Raises:
-        BuildError: a spec did not compile. What was finished before is stored and published all the same.
+        BuildError: specs did not compile; the message names each of them.
+        ManifestError: the registry's manifest of `arch` is damaged. Nothing was compiled.
     """
     require_tilelang()
     row = arch_row(arch)
-    chosen = {spec: (schedules or {}).get(spec) or schedule_for(spec, arch) for spec in specs}
-    workers = max(1, min(jobs or os.cpu_count() or 1, len(specs)))
+    registry.manifest(arch)  # damage shows before an hour of compiling rather than after it
+    tasks = [(spec, (schedules or {}).get(spec) or schedule_for(spec, arch)) for spec in specs]
+    _versions(row)  # so does a compiler that is missing, or too old
+    jobs = max(1, min(jobs or os.cpu_count() or 1, len(tasks)))
+    isolate = jobs > 1 if isolate is None else isolate
     support = None if row.is_cpu else put_support(registry)
     results: list[BuildResult] = []
-    failures: list[BaseException] = []
-
-    def finished(result: BuildResult) -> None:
-        results.append(result)
-        if progress is not None:
-            progress(result)
-
+    failures: list[str] = []
+    compile_one = partial(_build_one, arch=arch, root=str(registry.root))
+    outcomes = run_tasks(compile_one, tasks, jobs) if isolate else _in_this_process(compile_one, tasks)
     try:
-        if workers == 1:
-            for spec in specs:
-                try:
-                    finished(_build_one(spec, chosen[spec], arch, str(registry.root)))
-                except BuildError as error:
-                    failures.append(error)
-        else:
-            # spawn: TileLang and torch start threads, which a fork would not survive. Workers die of an interrupt in silence.
-            context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
-            try:
-                for future in as_completed(
-                    [pool.submit(_build_one, spec, chosen[spec], arch, str(registry.root)) for spec in specs]
-                ):
-                    if (failure := future.exception()) is not None:
-                        failures.append(failure)
-                    else:
-                        finished(future.result())
-            finally:
-                pool.shutdown(cancel_futures=True)
+        with closing(outcomes):
+            for outcome in outcomes:
+                result = outcome.result
+                if result is None:
+                    spec = outcome.task[0]
+                    failures.append(_named(spec, arch, str(outcome.error)))
+                    result = BuildResult(spec, "", 0.0, compiled=False, error=failures[-1])
+                else:
+                    results.append(result)
+                if progress is not None:
+                    progress(result)
     finally:
+        remove_stale(registry.root / "artifacts")  # of a worker that was stopped while it wrote
         if results:
-            today = time.strftime("%Y-%m-%d", time.gmtime())
-            entries = {r.spec.key: {"id": r.id, "kernel": r.spec.kernel, "built": today} for r in results}
-            published = registry.manifest(arch).artifacts
-            kept = {key: published[key] for key in entries if key in published and published[key]["id"] == entries[key]["id"]}
-            registry.publish(arch, {**entries, **kept}, support)
+            _publish(registry, arch, results, support)
     if failures:
-        raise BuildError("\n".join(map(str, failures))) from failures[0]
+        raise BuildError("\n".join(failures))
     return sorted(results, key=lambda result: result.spec.key)
 
 
-def _build_one(spec: KernelSpec, schedule: Schedule, arch: str, root: str) -> BuildResult:
+def _in_this_process(
+    function: Callable[[Task], BuildResult], tasks: Sequence[Task]
+) -> Generator[Outcome[Task, BuildResult], None, None]:
+    for task in tasks:
+        try:
+            yield Outcome(task, function(task), None)
+        except BuildError as error:
+            yield Outcome(task, None, error)
+
+
+def _named(spec: KernelSpec, arch: str, message: str) -> str:
+    prefix = f"{spec.key} for {arch}: "
+    return message if message.startswith(prefix) else prefix + message
+
+
+def _publish(registry: Registry, arch: str, results: Sequence[BuildResult], support: str | None) -> None:
+    """Entries that the manifest has already stay as they are, their date included."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    entries = {r.spec.key: {"id": r.id, "kernel": r.spec.kernel, "built": today} for r in results}
+    published = registry.manifest(arch).artifacts
+    kept = {key: published[key] for key in entries if key in published and published[key]["id"] == entries[key]["id"]}
+    registry.publish(arch, {**entries, **kept}, support)
+
+
+def _build_one(task: Task, arch: str, root: str) -> BuildResult:
     """One spec, in whichever process: trace, hash, and compile unless the registry has that hash."""
     start = time.perf_counter()
+    spec, schedule = task
     row = arch_row(arch)
     registry = Registry(root)
     try:
         program = _program(spec, schedule, arch)
     except Exception as error:
-        raise BuildError(f"{spec.key} for {arch}: {error}") from None
+        raise BuildError(_named(spec, arch, str(error) or type(error).__name__)) from None
     identity = _identity(program, spec, schedule, row)
-    path = registry.root / "artifacts" / identity
-    if path.is_dir():
-        # A damaged artifact is quarantined by the check, and then rebuilt like a missing one.
-        with suppress(DamagedArtifact):
-            registry.verify(path)
-            return BuildResult(spec, identity, 0.0, compiled=False)
+    if registry.has("artifacts", identity):  # a damaged one is quarantined by the look at it, and then built like a missing one
+        return BuildResult(spec, identity, 0.0, compiled=False)
     compiled = lower_program(program, row, spec.key)
     meta = {
         **compiled.meta,

@@ -5,19 +5,17 @@ Nothing here touches a GPU; the machine that builds needs TileLang, and nvcc for
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import json
 import logging
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kda_tl.compiler.canonical import distinct_shared_buffers
 from kda_tl.compiler.errors import BuildError, ToolchainError
 from kda_tl.compiler.resources import check_shared_memory, parse_ptxas
 from kda_tl.compiler.toolchain import cxx_compiler, nvcc_compiler
@@ -32,14 +30,23 @@ PASS_CONFIGS: dict[str, Any] = {
     # Every access of our programs is in range by construction; TileLang's own guards would test each of them again.
     "tl.disable_safe_memory_legalize": True,
 }
-NVCC_FLAGS = ("-O3", "-std=c++20", "-w", "-ftz=true", "-Xptxas=-v")
-"""-ftz: exp2f is one instruction then, and decays under 2^-126 may as well be 0. No -lineinfo: it is not reproducible."""
+SOURCE_PATH = ("-Xcicc", "--orig_src_path_name", "-Xcicc", "/kda_tl/kernel.cu")
+NVCC_FLAGS = ("-O3", "-std=c++20", "-w", "-ftz=true", "-Xptxas=-v", *SOURCE_PATH)
+"""-ftz: exp2f is one instruction then, and decays under 2^-126 may as well be 0. No -lineinfo: it is not reproducible.
+SOURCE_PATH: internal symbols are named by a hash of the source's path; this one stands for any folder that a process
+compiles in, so that bytes do not depend on it and no two compilers wait for each other."""
 CXX_FLAGS = ("-O3", "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC")
 """-ffp-contract=off: the same rounding wherever a library is built."""
 
 CPU_PASS_CONFIGS: dict[str, Any] = {**PASS_CONFIGS, "tirx.disable_vectorize": True}
 
-RECIPE: dict[str, Any] = {"nvcc": NVCC_FLAGS, "cxx": CXX_FLAGS, "cuda_passes": PASS_CONFIGS, "cpu_passes": CPU_PASS_CONFIGS}
+RECIPE: dict[str, Any] = {
+    "nvcc": NVCC_FLAGS,
+    "cxx": CXX_FLAGS,
+    "cuda_passes": PASS_CONFIGS,
+    "cpu_passes": CPU_PASS_CONFIGS,
+    "distinct_shared_buffers": True,
+}
 """What shapes an artifact besides its program and the compilers' versions: a part of its hash."""
 
 
@@ -60,12 +67,14 @@ def lower_program(program: Any, arch: Arch, spec_key: str) -> Compiled:
     """Compiles `program` for `arch`. Raises BuildError naming spec, arch and the tool's own message."""
     logging.getLogger("tilelang").setLevel(logging.WARNING)
     try:
-        return _lower_cpu(program) if arch.is_cpu else _lower_cuda(program, arch)
+        compiled = _lower_cpu(program) if arch.is_cpu else _lower_cuda(program, arch)
     except ToolchainError:
         raise
     except Exception as error:
         # TVM's errors do not survive pickling between worker processes: only their text goes on.
         raise BuildError(f"{spec_key} for {arch.name}: {error}") from None
+    # Plain values alone: what TVM calls an integer or a string travels between processes only where TVM is loaded.
+    return Compiled(compiled.files, json.loads(json.dumps(compiled.meta)))
 
 
 def _parameters(program: Any) -> list[dict[str, Any]]:
@@ -113,14 +122,15 @@ def _lower_cuda(program: Any, arch: Arch) -> Compiled:
     register_c_postproc(lambda code, target: str(code).replace('"__tvm_tensormap_create_tiled"', f'"{TENSORMAP_HOOK}"'))
 
     parameters = _parameters(program)
-    kernel = JITKernel(
-        program,
-        out_idx=None,
-        target={"kind": "cuda", "arch": arch.compiler_arch},
-        target_host="c",
-        execution_backend="tvm_ffi",
-        pass_configs={**_own_pass_configs(program), **PASS_CONFIGS},
-    )
+    with distinct_shared_buffers():
+        kernel = JITKernel(
+            program,
+            out_idx=None,
+            target={"kind": "cuda", "arch": arch.compiler_arch},
+            target_host="c",
+            execution_backend="tvm_ffi",
+            pass_configs={**_own_pass_configs(program), **PASS_CONFIGS},
+        )
     launches = []
     for name, function in kernel.artifact.device_mod.functions.items():
         shared = int(function.attrs.get("dyn_shared_memory_buf", 0) or 0)
@@ -143,22 +153,6 @@ def _lower_cuda(program: Any, arch: Arch) -> Compiled:
     return Compiled(files, meta)
 
 
-@contextmanager
-def _fixed_folder(key: str) -> Iterator[Path]:
-    """A folder whose path follows from `key` alone: nvcc names internal symbols by the path of its input, so the same source
-    under another path gives other bytes."""
-    root = Path(tempfile.gettempdir()) / f"kda-tl-nvcc-{os.getuid()}"
-    folder = root / key
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(root / f"{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield folder
-        finally:
-            for file in folder.iterdir():
-                file.unlink()
-
-
 def _nvcc(code: str, arch: Arch) -> tuple[bytes, str]:
     """The cubin (exact archs) or fat binary with PTX, and what ptxas said."""
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
@@ -168,18 +162,22 @@ def _nvcc(code: str, arch: Arch) -> tuple[bytes, str]:
     generate = ["-gencode", f"arch=compute_{number},code={codes}"]
     includes = [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}"]
     command = [nvcc_compiler(), f"--{kind}", *NVCC_FLAGS, *generate, *includes, "-o", "kernel.bin", "kernel.cu"]
-    with _fixed_folder(hashlib.sha256(f"{arch.compiler_arch}\n{code}".encode()).hexdigest()[:16]) as folder:
+    with tempfile.TemporaryDirectory(prefix="kda-tl-") as name:
+        folder = Path(name)
         (folder / "kernel.cu").write_text(code)
-        result = _run(command, folder, "nvcc")
-        return (folder / "kernel.bin").read_bytes(), result.stderr
+        report = _run(command, folder, "nvcc")
+        return (folder / "kernel.bin").read_bytes(), report
 
 
-def _run(command: list[str], folder: Path, tool: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def _run(command: list[str], folder: Path, tool: str) -> str:
+    """What the compiler said on stderr. It runs in `folder`, and its temporary files go there."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if "error" in line.lower()] or result.stderr.splitlines()[-5:]
-        raise BuildError(f"{tool} failed: " + "\n".join(errors[:10]))
-    return result
+        lines = result.stderr.splitlines()
+        errors = [line for line in lines if "error" in line.lower()] or (result.stdout.splitlines() + lines)[-5:]
+        raise BuildError(f"{tool} failed with status {result.returncode}: " + "\n".join(errors[:10]))
+    return result.stderr
 
 
 # -- CPU -----------------------------------------------------------------------------------------------------------------

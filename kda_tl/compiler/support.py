@@ -7,6 +7,7 @@ TileLang's wheel, and our own TMA helper is compiled beside them; with these a r
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import tempfile
 from importlib import metadata
@@ -16,7 +17,7 @@ from kda_tl.compiler.errors import BuildError
 from kda_tl.compiler.toolchain import cxx_compiler, require_tilelang, version_line
 from kda_tl.registry import Registry
 
-__all__ = ["put_support"]
+__all__ = ["NOTICES", "notice", "put_support"]
 
 RUNTIME_LIBRARIES = (
     "libtvm_runtime.so",
@@ -28,33 +29,49 @@ RUNTIME_LIBRARIES = (
 )
 HELPER_SOURCE = Path(__file__).parent / "native" / "tensormap.cc"
 HELPER_LIBRARY = "libkda_tl_native.so"
+HELPER_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
+NOTICES = ("NOTICE", "LICENSE")
+"""Files that lie beside the libraries, since these are other people's and travel with the registry."""
 
 
 def put_support(registry: Registry) -> str:
-    """Stores the support libraries and returns their id."""
+    """Stores the support libraries and returns their id, the hash of what they are made from.
+
+    Nothing is compiled or written where the registry has them.
+    """
     import tilelang
 
+    version = require_tilelang()
     folder = Path(tilelang.__file__).parent / "lib"
-    files: dict[str, bytes | Path] = {}
+    files: dict[str, Path] = {}
     for name in RUNTIME_LIBRARIES:
         if not (folder / name).is_file():
-            raise BuildError(f"TileLang's wheel has no {name}: reinstall tilelang=={require_tilelang()}")
+            raise BuildError(f"TileLang's wheel has no {name}: reinstall tilelang=={version}")
         files[name] = folder / name
-    files[HELPER_LIBRARY] = _compile_helper()
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(name.encode() + hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest())
-    identity = digest.hexdigest()[:32]
+    files |= {name: notice(name) for name in NOTICES}
     meta = {
         "kind": "support",
-        "tilelang": require_tilelang(),
+        "tilelang": version,
         "tvm_ffi": metadata.version("apache-tvm-ffi"),
         "cxx": version_line(cxx_compiler()),
         "runtime": "libtvm_runtime.so",
         "helper": HELPER_LIBRARY,
     }
-    registry.put("support", identity, files, meta)
+    made_from = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    made_from[HELPER_LIBRARY] = hashlib.sha256(HELPER_SOURCE.read_bytes()).hexdigest()
+    identity = hashlib.sha256(json.dumps([made_from, HELPER_FLAGS, meta], sort_keys=True).encode()).hexdigest()[:32]
+    if not registry.has("support", identity):
+        registry.put("support", identity, {**files, HELPER_LIBRARY: _compile_helper()}, meta)
     return identity
+
+
+def notice(name: str) -> Path:
+    """NOTICE or LICENSE: at the root of a checkout, or the copy that travels in the wheel."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent, package / "_notices"):
+        if (folder / name).is_file() and (folder != package.parent or (folder / "pyproject.toml").is_file()):
+            return folder / name
+    raise BuildError(f"{name} is neither at the root of the checkout nor in {package / '_notices'}: reinstall kda-tl")
 
 
 def _compile_helper() -> bytes:
@@ -64,7 +81,7 @@ def _compile_helper() -> bytes:
         output = Path(folder) / HELPER_LIBRARY
         includes = [f"-I{path}" for path in libinfo.include_paths()]
         # No rpath: the process has loaded libtvm_ffi.so before this library, and its soname is enough.
-        command = [cxx_compiler(), "-O2", "-std=c++17", "-shared", "-fPIC", "-o", str(output), str(HELPER_SOURCE), *includes,
+        command = [cxx_compiler(), *HELPER_FLAGS, "-o", str(output), str(HELPER_SOURCE), *includes,
                    f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:

@@ -1,12 +1,16 @@
-"""chunk_wy: gates to triangular inverse, parallel over chunks and value heads.
+"""chunk_wy: all of a chunk that does not depend on the state, parallel over chunks and value heads.
 
-Reads q, k, g, beta of one chunk; stores the two [C, C] blocks that chunk_scan needs and nothing else (the lean plan:
-W and U would be two more [T, HV, 128] tensors to write and to read back):
+Reads q, k, g and beta of one chunk, applies gate, l2 norm and sigmoid, and stores what chunk_scan multiplies by the state and
+by the values, so that the scan has neither exponentials nor a rule of its own:
 
+    q_decayed = q e^G,   k_decayed = k e^G,   k_to_end = k e^(G_last - G),   chunk_decay = e^G_last
     A_inv = (I + Diag(beta) A)^-1 Diag(beta),    A strictly lower, decay products of k with k
     P                                            lower with its diagonal, decay products of q with k
 
-Formulas and names as in `kda_tl.reference.chunk`.
+Every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or from its last row up; where it
+crosses into another thread's rows it starts from their sum of logs. So no exponent is ever positive. Formulas and names as in
+`kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6 (`read_first`) reads before
+it decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
 """
 
 from typing import Any
@@ -14,9 +18,11 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
-from kda_tl.kernels.tiles.decay_products import decay_products
+from kda_tl.kernels.tiles.decay_products import PartSums, decay_products
+from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, run_time_strides
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
+from kda_tl.specs.gates import GateForm
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
 
@@ -26,33 +32,56 @@ LOAD_BATCH = 8  # rows that a thread has in flight
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     """The PrimFunc. Positional arguments, in order:
 
-    q, k [B, T, H, K] dtype; g [B, T, HV, K] float32, natural log; beta [B, T, HV] float32; cu_seqlens [N + 1] int32 (any
-    one-element tensor where uniform); A_inv, P [slots, HV, C, C] operand_dtype, out; uniform: int32, 1 for a dense batch (every
-    sequence has T tokens), 0 for a packed one.
+    q, k [B, T, H, K] dtype; g [B, T, HV, K] (per_key) or [B, T, HV] (scalar) gate_dtype, natural log or raw; beta [B, T, HV]
+    gate_dtype; A_log [HV], dt_bias [HV * K] or [HV], bonus [H * K] float32; cu_seqlens [N + 1] int32;
+    q_decayed, k_decayed, k_to_end [slots, HV, C, K] operand_dtype, out; chunk_decay [slots, HV, K] float32, out;
+    A_inv, P [slots, HV, C, C] operand_dtype, out; lower_bound: float32; gate_form, beta_form: int32 (`kda_tl.specs.gates`);
+    normalize: int32, 1 for l2 norms of q and k; uniform: int32, 1 for a dense batch (every sequence has T tokens).
+    What the rule, a form or a dense batch does not read may be any tensor of its rank and dtype.
     """
     t = TileTarget(arch)
-    C, K, dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.operand_dtype
+    C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
+    per_key, scalar, delta, read_first = spec.decay == "per_key", spec.decay == "scalar", spec.delta, spec.read_first
+    gated = per_key or scalar
+    parts = schedule.parts
+    size = C // parts
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
+    num_rates, num_biases, num_bonuses, a, b, c = T.dynamic("num_rates, num_biases, num_bonuses, a, b, c")
     q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
     g_strides, beta_strides = run_time_strides("g", "bth"), run_time_strides("beta", "bth")
+    g_shape = (B, seq_len, HV, K) if per_key else (B, seq_len, HV) if scalar else (a, b, c)
+    beta_shape = (B, seq_len, HV) if delta else (a, b, c)
+    delta_slots, delta_heads = (slots, HV) if delta else (a, b)
 
     @T.prim_func
     def chunk_wy(
         q: T.StridedTensor((B, seq_len, H, K), (*q_strides, 1), dtype),
         k: T.StridedTensor((B, seq_len, H, K), (*k_strides, 1), dtype),
-        g: T.StridedTensor((B, seq_len, HV, K), (*g_strides, 1), "float32"),
-        beta: T.StridedTensor((B, seq_len, HV), beta_strides, "float32"),
+        g: T.StridedTensor(g_shape, (*g_strides, 1) if per_key else g_strides, gate_dtype),
+        beta: T.StridedTensor(beta_shape, beta_strides, gate_dtype),
+        A_log: T.Tensor((num_rates,), "float32"),
+        dt_bias: T.Tensor((num_biases,), "float32"),
+        bonus: T.Tensor((num_bonuses,), "float32"),
         cu_seqlens: T.Tensor((num_offsets,), "int32"),
-        A_inv: T.Tensor((slots, HV, C, C), operand_dtype),
+        q_decayed: T.Tensor((slots, HV, C, K), operand_dtype),
+        k_decayed: T.Tensor((delta_slots, delta_heads, C, K), operand_dtype),
+        k_to_end: T.Tensor((slots, HV, C, K), operand_dtype),
+        chunk_decay: T.Tensor((slots, HV, K), "float32"),
+        A_inv: T.Tensor((delta_slots, delta_heads, C, C), operand_dtype),
         P: T.Tensor((slots, HV, C, C), operand_dtype),
+        lower_bound: T.float32,
+        gate_form: T.int32,
+        beta_form: T.int32,
+        normalize: T.int32,
         uniform: T.int32,
     ):
-        with T.Kernel(slots * HV, threads=K) as block:
+        with T.Kernel(slots * HV, threads=parts * K // 2) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             assume_multiples(q_strides, 8)
             assume_multiples(k_strides, 8)
-            assume_multiples(g_strides, 4)
+            if per_key:
+                assume_multiples(g_strides, 8)
             where = T.alloc_local((6,), "int32")
             where[5] = T.truncdiv(block, HV)
             where[4] = block - where[5] * HV
@@ -60,61 +89,198 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             where[3] = T.truncdiv(where[4], T.truncdiv(HV, H))
             batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
-                decay = t.column_pairs(C, K, "float32")
-                q_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
-                k_raw = t.column_pairs(2 * LOAD_BATCH, K, dtype)
+                decay = t.column_pairs(C, K, "float32", parts)
+                raw = t.column_pairs(2 * LOAD_BATCH * parts, K, dtype, parts)
                 wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
-                q_rows = t.column_pairs(C, K, operand_dtype)
-                k_rows = t.column_pairs(C, K, operand_dtype)
-                middle_decay = t.shared((K,), "float32")
+                q_rows = t.column_pairs(C, K, operand_dtype, parts)
+                k_rows = t.column_pairs(C, K, operand_dtype, parts)
+                norms = t.shared((2, C), "float32")
+                log_decays = t.shared((C, K if per_key else 1), "float32")
+                sums = PartSums(
+                    t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
+                )
                 beta_tile = t.shared((C,), "float32")
+                bonus_row = t.shared((K,), "float32")
                 left = t.shared((C, K), operand_dtype)
                 right = t.shared((C // 2, K), operand_dtype)
                 kk = t.shared((C, C), "float32")
                 qk = t.shared((C, C), "float32")
                 product = t.fragment((C, C // 2), "float32")
-                for part, pair in t.each_column_pair(K):
-                    # Rows past the end read the last one instead and are cleared below: without a branch, a batch is in flight.
-                    for first in list(range(0, C // 2, LOAD_BATCH)):
+                rate = T.alloc_var("float32", init=0.0)
+
+                if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
+                    rate = gate_rate(A_log[value_head])
+                # Rows past the end read the last one instead, and then count for nothing: without a branch loads go in batches.
+                if per_key:
+                    for i, d in t.parallel(C, K):
+                        x = T.alloc_var("float32", init=0.0)
+                        x = g[batch, start + T.min(i, rows - 1), value_head, d]
+                        if gate_form != int(GateForm.IDENTITY):
+                            x = log_decay(gate_form, x + dt_bias[value_head * K + d], rate, lower_bound)
+                        log_decays[i, d] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
+                if scalar:
+                    for i in t.parallel(C):
+                        x = T.alloc_var("float32", init=0.0)
+                        x = g[batch, start + T.min(i, rows - 1), value_head]
+                        if gate_form != int(GateForm.IDENTITY):
+                            x = log_decay(gate_form, x + dt_bias[value_head], rate, lower_bound)
+                        log_decays[i, 0] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
+                for i in t.parallel(C):
+                    norms[0, i] = T.if_then_else(i < rows, 1.0, 0.0)
+                    norms[1, i] = T.if_then_else(i < rows, 1.0, 0.0)
+                    if delta:
+                        if i < rows:
+                            beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
+                        else:
+                            beta_tile[i] = 0.0
+                if read_first:
+                    for d in t.parallel(K):
+                        bonus_row[d] = bonus[head * K + d]
+                if normalize != 0:
+                    store_norms(t, q, k, norms, batch, start, head, rows, C, K, parts * K // 64)
+                for part, pair in t.each_column_pair(K, parts):
+                    whole = T.alloc_local((2,), "float32")
+                    for j in t.pair():
+                        whole[j] = 0.0
+                    for first in list(range(0, size, LOAD_BATCH)):
                         for r in T.unroll(LOAD_BATCH):
-                            i = start + T.min(part * (C // 2) + first + r, rows - 1)
+                            i = start + T.min(part * size + first + r, rows - 1)
                             for j in t.pair():
-                                decay[t.at(part, pair, first + r, j)] = g[batch, i, value_head, pair * 2 + j]
+                                raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
                             for j in t.pair():
-                                k_raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
-                            for j in t.pair():
-                                q_raw[t.at(part, pair, r, j)] = q[batch, i, head, pair * 2 + j]
+                                raw[t.at(part, pair, LOAD_BATCH + r, j)] = q[batch, i, head, pair * 2 + j]
                         for r in T.unroll(LOAD_BATCH):
                             row = first + r
-                            inside = part * (C // 2) + row < rows
+                            if gated:
+                                for j in t.pair():
+                                    decay[t.at(part, pair, row, j)] = log_decays[
+                                        part * size + row, pair * 2 + j if per_key else 0
+                                    ]
+                                if row == 0:
+                                    for j in t.pair():
+                                        sums.first[part, pair * 2 + j] = decay[t.at(part, pair, row, j)]
+                                else:
+                                    for j in t.pair():
+                                        whole[j] = whole[j] + decay[t.at(part, pair, row, j)]
+                                for j in t.pair():
+                                    decay[t.at(part, pair, row, j)] = T.exp2(decay[t.at(part, pair, row, j)])
+                            else:
+                                for j in t.pair():
+                                    decay[t.at(part, pair, row, j)] = 1.0
                             for j in t.pair():
-                                decay[t.at(part, pair, row, j)] = T.exp2(
-                                    T.if_then_else(inside, decay[t.at(part, pair, row, j)] * LOG2_E, 0.0)
-                                )
+                                wide[j] = raw[t.at(part, pair, r, j)]
                             for j in t.pair():
-                                wide[j] = k_raw[t.at(part, pair, r, j)]
+                                k_rows[t.at(part, pair, row, j)] = wide[j] * norms[1, part * size + row]
                             for j in t.pair():
-                                k_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, wide[j], 0.0)
+                                wide[j] = raw[t.at(part, pair, LOAD_BATCH + r, j)]
                             for j in t.pair():
-                                wide[j] = q_raw[t.at(part, pair, r, j)]
-                            for j in t.pair():
-                                q_rows[t.at(part, pair, row, j)] = T.if_then_else(inside, wide[j], 0.0)
-                    if part == 1:
+                                q_rows[t.at(part, pair, row, j)] = wide[j] * norms[0, part * size + row]
+                    for j in t.pair():
+                        sums.rest[part, pair * 2 + j] = whole[j]
+                    for j in t.pair():
+                        if gated:
+                            sums.whole[part, pair * 2 + j] = whole[j] + log_decays[part * size, pair * 2 + j if per_key else 0]
+                        else:
+                            sums.whole[part, pair * 2 + j] = 0.0
+                    if not gated:
                         for j in t.pair():
-                            middle_decay[pair * 2 + j] = decay[t.at(part, pair, 0, j)]
-                for i in t.parallel(C):
-                    if i < rows:
-                        beta_tile[i] = beta[batch, start + i, value_head]
-                    else:
-                        beta_tile[i] = 0.0
+                            sums.first[part, pair * 2 + j] = 0.0
                 for i, j in t.parallel(C, C):
                     kk[i, j] = 0.0
                     qk[i, j] = 0.0
-                decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, C, K)
+                store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
+                            C, K, parts, delta, read_first)  # fmt: skip
+                decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
+                               bonus_row if read_first else None)  # fmt: skip
                 for i, j in t.parallel(C, C):
                     P[slot, value_head, i, j] = qk[i, j]
-                unit_lower_inverse(t, kk, beta_tile, qk, C)
-                for i, j in t.parallel(C, C):
-                    A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
+                if delta:
+                    unit_lower_inverse(t, kk, beta_tile, qk, C, parts * K // 2)
+                    for i, j in t.parallel(C, C):
+                        A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
 
     return chunk_wy
+
+
+@T.macro
+def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
+    """norms[0], norms[1]: inverse l2 norms of the rows of q and k; 0 past the end."""
+    if t.is_cpu:
+        for i in T.serial(rows):
+            q_squares = T.alloc_var("float32", init=0.0)
+            k_squares = T.alloc_var("float32", init=0.0)
+            q_squares = 0.0
+            k_squares = 0.0
+            for d in T.serial(K):
+                q_squares = q_squares + T.cast(q[batch, start + i, head, d], "float32") * q[batch, start + i, head, d]
+                k_squares = k_squares + T.cast(k[batch, start + i, head, d], "float32") * k[batch, start + i, head, d]
+            norms[0, i] = inverse_norm(q_squares)
+            norms[1, i] = inverse_norm(k_squares)
+    else:
+        thread = T.get_thread_binding()
+        lane = thread % 32
+        x = T.alloc_local((2, K // 32), "float32")
+        squares = T.alloc_local((2,), "float32")
+        T.sync_threads()  # the ones that are there
+        for step in T.serial(C // warps):
+            i = step * warps + thread // 32
+            if i < rows:
+                for d in T.vectorized(K // 32):
+                    x[0, d] = q[batch, start + i, head, lane * (K // 32) + d]
+                for d in T.vectorized(K // 32):
+                    x[1, d] = k[batch, start + i, head, lane * (K // 32) + d]
+                for side in list(range(2)):
+                    squares[side] = 0.0
+                    for d in T.unroll(K // 32):
+                        squares[side] = squares[side] + x[side, d] * x[side, d]
+                    squares[side] = T.warp_reduce_sum(squares[side])
+                    if lane == 0:
+                        norms[side, i] = inverse_norm(squares[side])
+
+
+@T.macro
+def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head, C, K, parts,
+                delta, read_first):  # fmt: skip
+    """The gated rows: down the chunk for e^G, up for e^(G_last - G). A part begins where the other parts' sums end."""
+    size = C // parts
+    for part, pair in t.each_column_pair(K, parts):
+        total = T.alloc_local((2,), "float32")  # not `factor`: see TileTarget.pair
+        factor = T.alloc_local((2,), "float32")
+        for j in t.pair():
+            total[j] = 0.0
+        for other in list(range(parts - 1)):
+            if other < part:
+                for j in t.pair():
+                    total[j] = total[j] + sums[other, pair * 2 + j]
+        for j in t.pair():
+            factor[j] = T.exp2(total[j])
+        for r in T.unroll(size):
+            if read_first:
+                for j in t.pair():
+                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
+            for j in t.pair():
+                factor[j] = factor[j] * decay[t.at(part, pair, r, j)]
+            if not read_first:
+                for j in t.pair():
+                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
+            if delta:
+                for j in t.pair():
+                    k_decayed[slot, value_head, part * size + r, pair * 2 + j] = k_rows[t.at(part, pair, r, j)] * factor[j]
+        for j in t.pair():
+            total[j] = 0.0
+        for other in list(range(1, parts)):
+            if other > part:
+                for j in t.pair():
+                    total[j] = total[j] + sums[other, pair * 2 + j]
+        if part == 0:
+            for j in t.pair():
+                chunk_decay[slot, value_head, pair * 2 + j] = T.exp2(total[j] + sums[0, pair * 2 + j])
+        for j in t.pair():
+            factor[j] = T.exp2(total[j])
+        for s in T.unroll(size):
+            for j in t.pair():
+                k_to_end[slot, value_head, part * size + (size - 1 - s), pair * 2 + j] = (
+                    k_rows[t.at(part, pair, size - 1 - s, j)] * factor[j]
+                )
+            for j in t.pair():
+                factor[j] = factor[j] * decay[t.at(part, pair, size - 1 - s, j)]

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments, Op
-from kda_tl.ops.compatibility import not_available, renamed
+from kda_tl.ops.compatibility import renamed
+from kda_tl.ops.context import local_sequences
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
@@ -59,8 +60,7 @@ def chunk_gdn(
     """
     if "transpose_state_layout" in kwargs:
         state_v_first = renamed(kwargs, "transpose_state_layout", "state_v_first")
-    if cp_context is not None:
-        not_available("cp_context", "context parallelism is not available yet")
+    cu_seqlens, cu_seqlens_cpu = local_sequences(cp_context, q, cu_seqlens, cu_seqlens_cpu)
     a = Arguments(
         q=q,
         k=k,

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments, Op
-from kda_tl.ops.compatibility import not_available, renamed
+from kda_tl.ops.compatibility import renamed
+from kda_tl.ops.context import local_sequences
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
@@ -75,6 +76,9 @@ def chunk_kda(
         cu_seqlens: [N + 1] int32 or int64, offsets of N sequences packed along T, with B = 1. Output past the last is zero.
         cu_seqlens_cpu: the same values on the host, so that they can be checked without a sync.
         A_log: [HV]. dt_bias: [HV * K] or [HV, K].
+        cp_context: a `kda_tl.ContextParallel` or a context of flash-linear-attention, where other processes hold parts of the
+            sequences. Collective: every rank calls. cu_seqlens may be left out; states have a row per local sequence, and which
+            of them count is said at `ContextParallel`. Not with `state_indices`.
         chunk_size: 64.
         state_indices: [N] int32 or int64: sequence n starts from initial_state[state_indices[n]] and leaves its final state
             there, in place, whatever the pool's strides and dtype. No slot may be named twice. An index that is not in the pool
@@ -94,16 +98,16 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         ArtifactMissing: the kernels are not built for this device; the message names the command.
-        NotImplementedError: `cp_context` is given; an input requires a gradient and `state_indices` or
-            `return_intermediate_states` is given; an input has a forward-mode tangent.
+        ContextParallelError: another rank of `cp_context` failed; the message names it.
+        NotImplementedError: an input requires a gradient and `state_indices`, `return_intermediate_states` or `cp_context` is
+            given; `cp_context` meets `state_indices`; an input has a forward-mode tangent.
 
     Gradients: every input that requires one gets it, by recomputing the chunk form in torch (`kda_tl.ops.gradients`): right,
     and much slower than the forward call. Without cu_seqlens_cpu, backward waits for cu_seqlens.
     """
     if "transpose_state_layout" in kwargs:
         state_v_first = renamed(kwargs, "transpose_state_layout", "state_v_first")
-    if cp_context is not None:
-        not_available("cp_context", "context parallelism is not available yet")
+    cu_seqlens, cu_seqlens_cpu = local_sequences(cp_context, q, cu_seqlens, cu_seqlens_cpu)
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound: it means the bounded gate")
     a = Arguments(

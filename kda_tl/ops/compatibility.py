@@ -1,11 +1,11 @@
-"""Arguments of flash-linear-attention that have another name by now, or that nothing here serves yet."""
+"""Arguments of flash-linear-attention that have another name by now."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["not_available", "renamed"]
+__all__ = ["renamed"]
 
 
 def renamed(kwargs: dict[str, Any], old: str, new: str) -> bool:
@@ -13,7 +13,3 @@ def renamed(kwargs: dict[str, Any], old: str, new: str) -> bool:
     # The caller is beyond this frame, the op's arguments and the public wrapper.
     warnings.warn(f"{old} is now named {new}", DeprecationWarning, stacklevel=4)
     return bool(kwargs.pop(old))
-
-
-def not_available(name: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"{name} must be None: {why}")

@@ -14,8 +14,10 @@ from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
 from kda_tl.ops.plan import Plan
 from kda_tl.ops.prefill import plan
+from kda_tl.ops.recurrent_gdn import plan_recurrent_gdn, recurrent_gdn
+from kda_tl.ops.recurrent_kda import plan_recurrent_kda, recurrent_kda
 
-__all__ = ["PLANNERS", "PREFILL_OPS", "explain"]
+__all__ = ["PLANNERS", "PREFILL_OPS", "explain", "workspace_bytes"]
 
 PREFILL_OPS: dict[str, Any] = {
     "chunk_kda": chunk_kda,
@@ -33,7 +35,11 @@ def _planner(function: Any) -> Callable[..., Plan]:
     return lambda *args, **kwargs: plan(function.op, function.arguments(*args, **kwargs))
 
 
-PLANNERS: dict[str, Callable[..., Plan]] = {name: _planner(function) for name, function in PREFILL_OPS.items()}
+PLANNERS: dict[str, Callable[..., Plan]] = {
+    **{name: _planner(function) for name, function in PREFILL_OPS.items()},
+    recurrent_kda.__name__: plan_recurrent_kda,
+    recurrent_gdn.__name__: plan_recurrent_gdn,
+}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -46,3 +52,14 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     if name not in PLANNERS:
         raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
     return PLANNERS[name](*args, **kwargs)
+
+
+def workspace_bytes(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Bytes of device memory that `op(*args, **kwargs)` allocates for its kernels and frees again, results not included.
+
+    Known before anything is launched, from types and shapes alone: no sync, no allocation, no kernel, no artifact needed.
+
+    Raises:
+        ValueError, TypeError: as `explain`.
+    """
+    return explain(op, *args, **kwargs).workspace_bytes

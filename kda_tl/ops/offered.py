@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from kda_tl.specs.prefill import shipped_head_dims
+from kda_tl.specs.rules import Rule
+
 __all__ = [
     "CHUNK_SIZES",
     "DTYPES",
     "MAX_HEAD_DIM_K",
     "MAX_HEAD_DIM_V",
-    "SHIPPED_K",
-    "SHIPPED_V",
     "dtype_names",
     "dtype_table",
     "shipped_k",
@@ -38,23 +39,22 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 }
 
 CHUNK_SIZES = (64,)
-SHIPPED_K = (64, 128)  # a K between them is padded with zeros; one past the last needs a larger kernel
-SHIPPED_V = (64, 128)  # columns of V are independent: a larger V is run in pieces of the last
-MAX_HEAD_DIM_K = max(SHIPPED_K)
-MAX_HEAD_DIM_V = 256
+MAX_HEAD_DIM_K = 128  # a smaller K is padded with zeros; a larger one needs a larger kernel
+MAX_HEAD_DIM_V = 256  # columns of V are independent: a larger V is run in pieces
 
 
-def shipped_k(K: int) -> int:
+def shipped_k(rule: Rule, dtype: str, K: int) -> int:
     """The K of the kernels that serve a head dim of 1 to MAX_HEAD_DIM_K."""
-    return next(size for size in SHIPPED_K if size >= K)
+    return next(size for size in shipped_head_dims(rule, dtype) if size >= K)
 
 
-def v_runs(V: int) -> list[tuple[int, int, int]]:
+def v_runs(rule: Rule, dtype: str, V: int) -> list[tuple[int, int, int]]:
     """(first column, columns, V of the kernel) of every run that covers V, 1 to MAX_HEAD_DIM_V."""
+    sizes = shipped_head_dims(rule, dtype)
     runs = []
-    for first in range(0, V, SHIPPED_V[-1]):
-        columns = min(V - first, SHIPPED_V[-1])
-        runs.append((first, columns, next(size for size in SHIPPED_V if size >= columns)))
+    for first in range(0, V, sizes[-1]):
+        columns = min(V - first, sizes[-1])
+        runs.append((first, columns, next(size for size in sizes if size >= columns)))
     return runs
 
 

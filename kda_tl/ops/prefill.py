@@ -19,7 +19,7 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]
 def allocate(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor | None]:
     """o in the kernels' dtype, and the final state where one is returned or stored."""
     o = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=problem.kernel_dtype, device=a.v.device)
-    if not a.output_final_state and a.state_indices is None:
+    if prefill_launch.takes_pool(problem, a) or not (a.output_final_state or a.state_indices is not None):
         return o, None
     shape = (problem.V, problem.K) if a.state_v_first else (problem.K, problem.V)
     return o, torch.empty((problem.N, problem.HV, *shape), dtype=torch.float32, device=a.v.device)
@@ -29,18 +29,26 @@ def forward(op: Op, a: Arguments) -> Results:
     """o, the final state [N, ...] and the states before every chunk, each where asked for. Pools are written in place."""
     problem = check(op, a)
     check_on_device(op, a, problem)
-    initial, active = load_states(problem, a)
     o, final = allocate(problem, a)
-    _launch(problem, a, o, initial, final)
-    states = intermediate_states(problem, a, initial, _step) if a.return_intermediate_states else None
-    if active is not None:
-        assert final is not None
-        silence(problem, a, active, o)
-        store_states(a, active, final)
-    return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final, states
+    states = _workspace_of_states(problem, a) if a.return_intermediate_states else None
+    if prefill_launch.takes_pool(problem, a):
+        assert a.initial_state is not None
+        pool = a.initial_state.detach()
+        _launch(problem, a, o, pool, pool, states)
+    else:
+        initial, active = load_states(problem, a)
+        _launch(problem, a, o, initial, final, states)
+        if active is not None:
+            assert final is not None
+            silence(problem, a, active, o)
+            store_states(a, active, final)
+    rows = None if states is None else intermediate_states(problem, a, states)
+    return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final, rows
 
 
-def _launch(problem: Problem, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None) -> None:
+def _launch(
+    problem: Problem, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None, states: Tensor | None
+) -> None:
     if problem.N == 0 or problem.T == 0:
         o.zero_()
         if final is not None:
@@ -49,22 +57,21 @@ def _launch(problem: Problem, a: Arguments, o: Tensor, initial: Tensor | None, f
     if a.state_v_first:
         initial = None if initial is None else initial.transpose(-1, -2)
         final = None if final is None else final.transpose(-1, -2)
-    prefill_launch.launch(problem, a, o, initial, final)
+    prefill_launch.launch(problem, a, o, initial, final, states)
 
 
-def _step(problem: Problem, a: Arguments, initial: Tensor | None, final: Tensor) -> None:
-    o, _ = allocate(problem, a)
-    _launch(problem, a, o, initial, final)
+def _workspace_of_states(problem: Problem, a: Arguments) -> Tensor:
+    return torch.empty((problem.slots, problem.HV, problem.K, problem.V), dtype=torch.float32, device=a.v.device)
 
 
 def plan(op: Op, a: Arguments) -> Plan:
     """What a call will launch. Raises what the call would raise for its types, sizes and names."""
     check_types(op, a)
-    return plan_problem(op, check(op, a))
+    return plan_problem(op, check(op, a), a)
 
 
-def plan_problem(op: Op, problem: Problem) -> Plan:
-    """The plan of a call of these sizes: it depends on nothing else."""
+def plan_problem(op: Op, problem: Problem, a: Arguments | None = None) -> Plan:
+    """The plan of a call of these sizes, with the dtypes of `a` or float32 gates and states: it depends on nothing else."""
     if problem.packed:
         batch = f"{counted(problem.N, 'packed sequence')}"
     else:
@@ -74,6 +81,6 @@ def plan_problem(op: Op, problem: Problem) -> Plan:
         op=op.name,
         problem={**sizes, "batch": batch, "dtype": str(problem.kernel_dtype).removeprefix("torch.")},
         arch=problem.arch,
-        launches=prefill_launch.launches(problem),
+        launches=prefill_launch.launches(problem, a),
         workspace_bytes=prefill_launch.workspace_bytes(problem),
     )

@@ -1,13 +1,8 @@
-"""The only place that knows the prefill kernels: which ones a problem takes, what they read, and how they are called.
-
-Gate, l2 norm and sigmoid run here as torch operations, and a scalar or absent decay is written out per key, because the kernels
-of today take none of them.
-"""
+"""From a checked problem to the kernels that it takes: which specs, what is padded or converted, and the launches."""
 
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,31 +11,50 @@ from kda_tl.ops.arguments import Arguments
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
-from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
+from kda_tl.ops.prefill_kernels import GateOptions, Pool, Workspace, launch_chunk_scan, launch_chunk_wy
 from kda_tl.runtime import dispatcher
+from kda_tl.specs.gates import BetaForm, gate_form
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
+from kda_tl.specs.rules import Rule
 
-__all__ = ["launch", "launches", "workspace_bytes"]
+__all__ = ["launch", "launches", "takes_pool", "workspace_bytes"]
+
+Scans = tuple[tuple[int, int, ChunkScanSpec], ...]
 
 
 @functools.lru_cache(maxsize=256)
-def _specs(K: int, V: int, dtype: torch.dtype) -> tuple[ChunkWySpec, tuple[tuple[int, int, ChunkScanSpec], ...], torch.dtype]:
+def _specs(
+    rule: Rule, K: int, V: int, dtype: torch.dtype, gate_dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[ChunkWySpec, Scans, torch.dtype]:
     """chunk_wy; (first column, columns, chunk_scan) of every run over V; the dtype of the workspace."""
-    K, name = shipped_k(K), str(dtype).removeprefix("torch.")
-    wy = ChunkWySpec(K, CHUNK_SIZE, name)
-    scans = tuple((first, columns, ChunkScanSpec(K, size, CHUNK_SIZE, name)) for first, columns, size in v_runs(V))
+    name, state = _name(dtype), _name(state_dtype)
+    K = shipped_k(rule, name, K)
+    wy = ChunkWySpec(K, CHUNK_SIZE, name, _name(gate_dtype), rule.decay, rule.delta, rule.read_first)
+    runs = v_runs(rule, name, V)
+    scans = tuple(
+        (first, columns, ChunkScanSpec(K, size, CHUNK_SIZE, name, state, rule.delta)) for first, columns, size in runs
+    )
     return wy, scans, getattr(torch, wy.operand_dtype)
 
 
-def _check_rule(problem: Problem) -> None:
-    if not problem.rule.delta:
-        raise NotImplementedError(f"there are no kernels for a rule without the delta correction yet, got {problem.rule}")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def launches(problem: Problem) -> tuple[Launch, ...]:
+def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
+    """Of g and beta in the kernel: their own where both have one that ships, else float32."""
+    given = () if a is None else tuple(x.dtype for x in (a.g, a.beta) if x is not None)
+    shipped = gate_dtypes(problem.rule, _name(problem.kernel_dtype))
+    return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
+
+
+def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]:
     """What `launch` launches, in order."""
-    _check_rule(problem)
-    wy, scans, _ = _specs(problem.K, problem.V, problem.kernel_dtype)
+    state_dtype = a.initial_state.dtype if a is not None and a.initial_state is not None and takes_pool(problem, a) else None
+    wy, scans, _ = _specs(
+        problem.rule, problem.K, problem.V, problem.kernel_dtype, _gate_dtype(problem, a), state_dtype or torch.float32
+    )
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
     return (
@@ -50,99 +64,114 @@ def launches(problem: Problem) -> tuple[Launch, ...]:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    operand_dtype = _specs(problem.K, problem.V, problem.kernel_dtype)[2]
-    return 2 * problem.slots * problem.HV * CHUNK_SIZE**2 * operand_dtype.itemsize
+    wy, _, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    per_head = Workspace.bytes_per_slot_and_head(wy.head_dim_k, operand_dtype.itemsize, problem.rule.delta)
+    return problem.slots * problem.HV * per_head
 
 
-def launch(problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None) -> None:
+def takes_pool(problem: Problem, a: Arguments) -> bool:
+    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered."""
+    pool = a.initial_state
+    if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
+        return False
+    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+
+
+def launch(
+    problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None,
+    states: Tensor | None = None,
+) -> None:  # fmt: skip
     """All kernels of a problem with at least one token and one sequence, on the current stream.
 
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
+    Where `takes_pool` says so, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
     """
-    _check_rule(problem)
-    q, k, g, beta = _activated(problem, a)
-    v = _as(a.v, problem.kernel_dtype)
-    scale = problem.K**-0.5 if a.scale is None else float(a.scale)
-    wy_spec, scans, operand_dtype = _specs(problem.K, problem.V, problem.kernel_dtype)
+    rule, dtype = problem.rule, problem.kernel_dtype
+    gate_dtype = _gate_dtype(problem, a)
+    pooled = takes_pool(problem, a)
+    state_dtype = initial_state.dtype if pooled and initial_state is not None else torch.float32
+    wy_spec, scans, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, state_dtype)
     K = wy_spec.head_dim_k
-    if K != problem.K:
-        q, k, g = (_padded(x, K - problem.K) for x in (q, k, g))
-    q, k, g = _readable(q), _readable(k), _readable(g)
+    missing = K - problem.K
+    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
+    g = None if a.g is None else _as(a.g, gate_dtype)
+    if g is not None:
+        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
+    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
+    v = _as(a.v, dtype)
+    scale = problem.K**-0.5 if a.scale is None else float(a.scale)
     device = q.device
-    offsets = _no_offsets(device) if a.cu_seqlens is None else a.cu_seqlens.to(torch.int32).contiguous()
-    workspace = (problem.slots, problem.HV, CHUNK_SIZE, CHUNK_SIZE)
-    A_inv = torch.empty(workspace, dtype=operand_dtype, device=device)
-    P = torch.empty(workspace, dtype=operand_dtype, device=device)
-    uniform = 0 if problem.packed else 1
-    with torch.cuda.device(device) if device.type == "cuda" else _NOTHING:
-        dispatcher.kernel(wy_spec, problem.arch, device)(q, k, g, beta, offsets, A_inv, P, uniform)
+    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
+    pool = None
+    if pooled and a.state_indices is not None:
+        pool = Pool(
+            _as(a.state_indices, torch.int32).contiguous(),
+            -1 if a.null_index is None else int(a.null_index),
+            None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
+        )
+    with dispatcher.device_guard(device):
+        options = _options(problem, a, missing)
+        launch_chunk_wy(dispatcher.kernel(wy_spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
         for first, columns, spec in scans:
-            own = (x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state))
-            v_run, o_run, state_in, state_out = own
+            own = (
+                x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state, states)
+            )
+            v_run, o_run, state_in, state_out, states_run = own
             assert v_run is not None and o_run is not None
-            o_kernel, out_kernel = o_run, state_out
-            padded = columns != spec.head_dim_v or K != problem.K
-            if padded:
-                v_run = _padded(v_run, spec.head_dim_v - columns)
-                o_kernel = torch.empty(v_run.shape, dtype=o.dtype, device=device)
+            o_kernel, out_kernel, states_kernel = o_run, state_out, states_run
+            added = spec.head_dim_v - columns
+            if added or missing:
+                o_kernel = torch.empty((*v_run.shape[:-1], spec.head_dim_v), dtype=o.dtype, device=device)
                 if state_in is not None:
-                    state_in = torch.nn.functional.pad(state_in, (0, spec.head_dim_v - columns, 0, K - problem.K))
+                    state_in = torch.nn.functional.pad(state_in, (0, added, 0, missing))
                 if state_out is not None:
-                    shape = (problem.N, problem.HV, K, spec.head_dim_v)
-                    out_kernel = torch.empty(shape, dtype=torch.float32, device=device)
-            absent = None
-            if state_in is None or out_kernel is None:
-                absent = _no_state(device).expand(problem.N, problem.HV, K, spec.head_dim_v)
-            dispatcher.kernel(spec, problem.arch, device)(
-                q, k, _readable(v_run), g, offsets, A_inv, P, o_kernel, absent if state_in is None else state_in,
-                absent if out_kernel is None else out_kernel, scale, uniform, int(state_in is not None),
-                int(out_kernel is not None),
+                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, spec.head_dim_v))
+            if states_run is not None and not (states_run.is_contiguous() and added == missing == 0):
+                states_kernel = states_run.new_empty((*states_run.shape[:2], K, spec.head_dim_v))
+            launch_chunk_scan(
+                dispatcher.kernel(spec, problem.arch, device), _readable(_padded(v_run, added)), workspace, o_kernel, scale,
+                offsets, state_in, out_kernel, state_dtype=state_dtype, pool=pool, states=states_kernel,
             )  # fmt: skip
-            if padded:
+            if o_kernel is not o_run:
                 o_run.copy_(o_kernel[..., :columns])
-                if state_out is not None and out_kernel is not None:
-                    state_out.copy_(out_kernel[..., : problem.K, :columns])
+            if state_out is not None and out_kernel is not None and out_kernel is not state_out:
+                state_out.copy_(out_kernel[..., : problem.K, :columns])
+            if states_run is not None and states_kernel is not None and states_kernel is not states_run:
+                states_run.copy_(states_kernel[..., : problem.K, :columns])
 
 
-_NOTHING = nullcontext()
+def _options(problem: Problem, a: Arguments, missing: int) -> GateOptions:
+    beta_form = BetaForm.IDENTITY
+    if a.use_beta_sigmoid_in_kernel:
+        beta_form = BetaForm.TWICE_SIGMOID if a.allow_neg_eigval else BetaForm.SIGMOID
+    dt_bias = None
+    form = gate_form(a.use_gate_in_kernel, a.A_log is not None, a.lower_bound)
+    if form:
+        dt_bias = a.dt_bias
+        per_key = problem.rule.decay == "per_key"
+        if dt_bias is None:
+            dt_bias = torch.zeros(problem.HV * (problem.K + missing if per_key else 1), device=a.q.device)
+        elif per_key and missing:
+            dt_bias = _padded(dt_bias.reshape(problem.HV, problem.K), missing)
+    return GateOptions(
+        form=form,
+        A_log=None if a.A_log is None else _row(a.A_log),
+        dt_bias=None if dt_bias is None else _row(dt_bias),
+        lower_bound=0.0 if a.lower_bound is None else float(a.lower_bound),
+        beta_form=beta_form,
+        normalize=a.use_qk_l2norm_in_kernel,
+        bonus=None if a.bonus is None else _row(_padded(a.bonus, missing)),
+    )
 
 
-@functools.cache
-def _no_offsets(device: torch.device) -> Tensor:
-    """What a kernel gets in place of offsets that it does not read."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _no_state(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device)
+def _row(tensor: Tensor) -> Tensor:
+    """A parameter as the kernels read it: float32, contiguous, one dimension."""
+    return _as(_plain(tensor), torch.float32).reshape(-1).contiguous()
 
 
 def _columns(tensor: Tensor | None, first: int, columns: int) -> Tensor | None:
     return None if tensor is None else tensor[..., first : first + columns]
-
-
-def _activated(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k in kernel_dtype, g [B, T, HV, K] and beta [B, T, HV] in float32, with norm, gate and sigmoid applied."""
-    q, k, g, beta = a.q, a.k, a.g, a.beta
-    if a.use_qk_l2norm_in_kernel:
-        q, k = l2norm(q.float()), l2norm(k.float())
-    if g is None:
-        g = torch.zeros((1, 1, 1, problem.K), dtype=torch.float32, device=q.device)
-    elif problem.rule.decay == "scalar":
-        g = g.unsqueeze(-1)
-    if a.use_gate_in_kernel:
-        bias = a.dt_bias
-        if bias is not None and problem.rule.decay == "scalar":
-            bias = bias.unsqueeze(-1)
-        g = kda_gate(g.float(), a.A_log, bias, a.lower_bound)
-    if problem.rule.decay != "per_key":
-        g = g.expand(problem.B, problem.T, problem.HV, problem.K)
-    assert beta is not None
-    if a.use_beta_sigmoid_in_kernel:
-        beta = beta_sigmoid(beta.float(), a.allow_neg_eigval)
-    dtype = problem.kernel_dtype
-    return _as(q, dtype), _as(k, dtype), _as(g, torch.float32), _plain(_as(beta, torch.float32))
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

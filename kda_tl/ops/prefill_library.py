@@ -18,8 +18,10 @@ from torch.autograd import forward_ad
 from kda_tl.ops import gradients
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import host_offsets
+from kda_tl.ops.context import Turn, context_place, has_context
 from kda_tl.ops.prefill import Results, allocate, forward
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_types
+from kda_tl.ops.prefill_context import receive
 
 __all__ = ["public", "register", "run"]
 
@@ -46,9 +48,20 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
     register(op)
 
     def decorate(arguments: Callable[P, Arguments]) -> Callable[P, tuple[Tensor, Tensor | None]]:
+        place = context_place(arguments)
+
         @functools.wraps(arguments)
         def function(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor | None]:
-            found: tuple[Tensor, Tensor | None] = run(op, arguments(*args, **kwargs))
+            found: tuple[Tensor, Tensor | None]
+            if place is None or not has_context(place, args, kwargs):
+                found = run(op, arguments(*args, **kwargs))
+                return found
+            with Turn.of(op.name, place, args, kwargs) as turn:
+                untyped: Any = arguments
+                a = untyped(*turn.args, **turn.kwargs)
+                check_types(op, a)
+                refuse_gradients(op, a, "with cp_context has no backward")
+                found = run(op, receive(op, a, turn))
             return found
 
         made: Any = function

@@ -1,13 +1,10 @@
 """Which states a call starts from and where they go: a tensor of its own, or slots of a pool; and the states between chunks.
 
-Gathered, scattered and stepped through here with torch operations, since the kernels know dense states alone. Nothing waits for
-the device.
+Where no kernel ships for a pool, its slots are gathered and scattered here with torch operations. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -73,54 +70,26 @@ def silence(problem: Problem, a: Arguments, active: Tensor, o: Tensor) -> None:
     o.masked_fill_(silent[None, :, None, None], 0.0)
 
 
-def intermediate_states(
-    problem: Problem, a: Arguments, initial: Tensor | None, run: Callable[[Problem, Arguments, Tensor | None, Tensor], None]
-) -> Tensor:
-    """The state before every chunk: [B, chunks, HV, K, V] (V first as the caller's) float32.
+def intermediate_states(problem: Problem, a: Arguments, states: Tensor) -> Tensor:
+    """The state before every chunk: [B, chunks, HV, K, V] (V first as the caller's) float32, from chunk_scan's [slots, ...].
 
-    run(problem, a, initial, final) runs one chunk of every sequence. A pack has B = 1 and its chunks lie sequence by sequence;
-    rows past the last one are zero.
+    A pack has B = 1 and its chunks lie sequence by sequence; rows past the last one are zero.
     """
-    N, chunks = problem.N, problem.chunks
-    sizes = (problem.V, problem.K) if a.state_v_first else (problem.K, problem.V)
-    device, dtype = a.q.device, torch.float32
-    if N == 0 or problem.T == 0:
-        return torch.zeros((problem.B, chunks, problem.HV, *sizes), dtype=dtype, device=device)
-    state = torch.zeros((N, problem.HV, *sizes), dtype=dtype, device=device) if initial is None else initial
-    one = dataclasses.replace(problem, B=N, T=CHUNK_SIZE, packed=False)
-    if a.cu_seqlens is None:
-        out = torch.empty((N, chunks, problem.HV, *sizes), dtype=dtype, device=device)
-        for i in range(chunks):
-            out[:, i] = state
-            if i + 1 < chunks:
-                tokens = slice(None), slice(i * CHUNK_SIZE, (i + 1) * CHUNK_SIZE)
-                part = _of_tokens(a, tokens)
-                state = _step(one, part, state, run)
-        return out
+    if problem.packed:
+        states = _sequence_by_sequence(problem, a, states)
+    found = states.view(problem.B, problem.chunks, *states.shape[1:])
+    return found.transpose(-1, -2).contiguous() if a.state_v_first else found
+
+
+def _sequence_by_sequence(problem: Problem, a: Arguments, states: Tensor) -> Tensor:
+    assert a.cu_seqlens is not None
+    if problem.N == 0 or problem.T == 0:
+        return states.zero_()
     offsets = a.cu_seqlens.long()
-    count = (offsets.diff() + CHUNK_SIZE - 1) // CHUNK_SIZE
-    first = count.cumsum(0) - count
-    out = torch.zeros((1, chunks + 1, problem.HV, *sizes), dtype=dtype, device=device)  # the last one takes what has no place
-    row = torch.arange(CHUNK_SIZE, device=offsets.device)
-    for i in range(-(-problem.T // CHUNK_SIZE)):
-        place = torch.where(i < count, first + i, chunks)
-        out[0].index_copy_(0, place, state)
-        token = offsets[:-1, None] + i * CHUNK_SIZE + row
-        token = torch.where(token < offsets[1:, None], token, 0)
-        part = _of_tokens(a._replace(cu_seqlens=None, cu_seqlens_cpu=None), (0, token))
-        state = _step(one, part, state, run)  # of no meaning past a sequence's last chunk, and not kept
-    return out[:, :-1]
-
-
-def _step(
-    problem: Problem, a: Arguments, state: Tensor, run: Callable[[Problem, Arguments, Tensor | None, Tensor], None]
-) -> Tensor:
-    after = torch.empty(state.shape, dtype=torch.float32, device=state.device)
-    run(problem, a, state, after)
-    return after
-
-
-def _of_tokens(a: Arguments, tokens: tuple[slice | int, slice | Tensor]) -> Arguments:
-    q, k, v, g, beta = (None if x is None else x[tokens] for x in (a.q, a.k, a.v, a.g, a.beta))
-    assert q is not None and k is not None and v is not None
-    return a._replace(q=q, k=k, v=v, g=g, beta=beta)
+    ends = ((offsets.diff() + CHUNK_SIZE - 1) // CHUNK_SIZE).cumsum(0)
+    row = torch.arange(problem.chunks, device=states.device)
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=problem.N - 1)
+    chunk = row - torch.where(sequence > 0, ends[sequence - 1], 0)
+    slot = (offsets[sequence] // CHUNK_SIZE + sequence + chunk).clamp(max=problem.slots - 1)
+    unused = row >= ends[-1]
+    return states.index_select(0, slot).masked_fill_(unused[:, None, None, None], 0.0)

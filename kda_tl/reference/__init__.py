@@ -16,6 +16,7 @@ from .chunk import (
     exclusive_decay_products,
     triangular_inverse,
 )
+from .deltalog import DeltaLogState, deltalog_kda, deltalog_rwkv6
 from .gates import beta_sigmoid, check_log_decay, gdn_gate, kda_gate, l2norm
 from .recurrent import (
     recurrent_delta_rule,
@@ -31,6 +32,7 @@ from .slots import read_slots, write_slots
 
 __all__ = [
     "ChunkIntermediates",
+    "DeltaLogState",
     "beta_sigmoid",
     "check_log_decay",
     "chunk_affine",
@@ -40,6 +42,8 @@ __all__ = [
     "chunk_wy",
     "compose",
     "decay_products",
+    "deltalog_kda",
+    "deltalog_rwkv6",
     "exclusive_decay_products",
     "gdn_gate",
     "kda_gate",

@@ -1,11 +1,15 @@
 """Artifacts on disk: a content-addressed store, a manifest per arch, verification and garbage collection."""
 
+from .bundle import Bundled, BundleError, export_bundle, import_bundle
 from .errors import DamagedArtifact, ManifestError, RegistryError
 from .manifest import Manifest
 from .paths import checkout_root, default_root, search_path
-from .store import Entry, Registry
+from .store import ARTIFACT_FORMAT, Entry, Registry
 
 __all__ = [
+    "ARTIFACT_FORMAT",
+    "BundleError",
+    "Bundled",
     "DamagedArtifact",
     "Entry",
     "Manifest",
@@ -14,5 +18,7 @@ __all__ = [
     "RegistryError",
     "checkout_root",
     "default_root",
+    "export_bundle",
+    "import_bundle",
     "search_path",
 ]

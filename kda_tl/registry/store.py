@@ -26,7 +26,10 @@ from .errors import DamagedArtifact, ManifestError, RegistryError
 from .locks import exclusive, remove_stale, remove_tree, temporary_folder
 from .manifest import Manifest, check_name, read_manifest, write_manifest
 
-__all__ = ["Entry", "Registry"]
+__all__ = ["ARTIFACT_FORMAT", "Entry", "Registry"]
+
+ARTIFACT_FORMAT = 1
+"""Of what a builder writes into meta.json and a loader reads from it."""
 
 Kind = Literal["artifacts", "support"]
 _KINDS: tuple[Kind, ...] = ("artifacts", "support")
@@ -108,6 +111,21 @@ class Registry:
                 if self._keep_existing(final):  # another builder was faster
                     return final
 
+    def has(self, kind: Kind, id: str) -> bool:
+        """Whether a whole artifact of that id is here; a damaged one is quarantined, and is not.
+
+        One that a manifest names is only read. Another one counts as new for garbage collection: the caller will publish it.
+
+        Raises:
+            DamagedArtifact: it is damaged and cannot be moved away.
+        """
+        path = self.root / kind / check_name("id", id)
+        if not self._is_named(kind, id):
+            return self._keep_existing(path)
+        if not path.is_dir():
+            return False
+        return self._is_whole(path)
+
     def publish(self, arch: str, entries: Mapping[str, Mapping[str, Any]], support: str | None = None) -> Manifest:
         """Merges entries (spec key -> {"id": ..., "kernel": ..., "built": ...}) into the manifest of `arch`.
 
@@ -118,6 +136,8 @@ class Registry:
             ManifestError: the present manifest is damaged; it is left as it is.
         """
         path = self._manifest_path(arch)
+        if self._serves(arch, entries, support):
+            return self.manifest(arch)
         with self._lock():
             named = {(self.root / "artifacts", check_name("id", entry.get("id"))) for entry in entries.values()}
             if support is not None:
@@ -196,32 +216,31 @@ class Registry:
         """
         self._check(Path(path), contents=True)
 
-    def collect_garbage(self, dry_run: bool = False, min_age: float = _GRACE) -> list[Path]:
+    def collect_garbage(self, dry_run: bool = False, min_age: float = _GRACE, quarantine: bool = False) -> list[Path]:
         """Removes artifacts that no manifest names and the leavings of dead builders; returns their paths.
-
-        quarantine/ stays.
 
         Args:
             dry_run: only tell.
             min_age: seconds. Younger folders stay: a builder may be about to publish them.
+            quarantine: quarantined artifacts too, of whatever age.
 
         Raises:
             ManifestError: a manifest is damaged. Nothing is removed then, since nobody knows what it names.
         """
         if dry_run:
-            return self._sweep(True, min_age)
+            return self._sweep(True, min_age, quarantine)
         if not self.root.is_dir():
             return []
         with self._lock():
-            return self._sweep(False, min_age)
+            return self._sweep(False, min_age, quarantine)
 
-    def _sweep(self, dry_run: bool, min_age: float) -> list[Path]:
+    def _sweep(self, dry_run: bool, min_age: float, quarantine: bool) -> list[Path]:
         manifests = [read_manifest(self._manifest_path(arch), arch) for arch in self.archs()]
         named: dict[Kind, set[str | None]] = {
             "artifacts": {entry["id"] for manifest in manifests for entry in manifest.artifacts.values()},
             "support": {manifest.support for manifest in manifests},
         }
-        removed: list[Path] = []
+        removed = remove_stale(self.root, min_age, dry_run)
         for kind in _KINDS:
             removed += remove_stale(self.root / kind, min_age, dry_run)
             for path in sorted((self.root / kind).glob("[!.]*")):
@@ -230,6 +249,10 @@ class Registry:
                 if not dry_run:
                     remove_tree(path)
                 removed.append(path)
+        for path in sorted((self.root / "quarantine").glob("*")) if quarantine else ():
+            if not dry_run:
+                remove_tree(path)
+            removed.append(path)
         return removed
 
     def _keep_existing(self, path: Path) -> bool:
@@ -243,6 +266,9 @@ class Registry:
             return False
         except OSError:
             pass  # read-only: nobody collects garbage there either
+        return self._is_whole(path)
+
+    def _is_whole(self, path: Path) -> bool:
         try:
             self.verify(path)
         except DamagedArtifact as damage:
@@ -250,6 +276,27 @@ class Registry:
                 raise
             return False
         return True
+
+    def _is_named(self, kind: Kind, id: str) -> bool:
+        """Whether a manifest names it; one that is damaged tells nothing."""
+        for arch in self.archs():
+            with suppress(ManifestError):
+                manifest = self.manifest(arch)
+                if id == manifest.support if kind == "support" else any(e["id"] == id for e in manifest.artifacts.values()):
+                    return True
+        return False
+
+    def _serves(self, arch: str, entries: Mapping[str, Mapping[str, Any]], support: str | None) -> bool:
+        """Whether the manifest says all of this already, of folders that are there: then nothing is to be written or locked."""
+        present = self.manifest(arch)
+        folders = [self.root / "artifacts" / str(entry.get("id")) for entry in entries.values()]
+        if support is not None:
+            folders.append(self.root / "support" / support)
+        return (
+            support in (None, present.support)
+            and all(present.artifacts.get(key) == entry for key, entry in entries.items())
+            and all((folder / _META).is_file() for folder in folders)
+        )
 
     def _check(self, path: Path, contents: bool) -> dict[str, Any]:
         path = Path(os.path.abspath(path))

@@ -1,22 +1,38 @@
-"""Spec and device to kernel: which registry, which arch, which artifact, and why."""
+"""Spec and device to kernel: which registry, which arch, which artifact, and why.
+
+A kernel is looked for once per (spec, arch, device, KDA_TL_REGISTRY) and then kept for the life of the process; every key is a
+value, never an address. Looking again costs a fraction of a microsecond and reads no file. The logger "kda_tl" tells each
+choice once, `kda_tl.counters()` how often each outcome came.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kda_tl.registry import Registry, search_path
-from kda_tl.runtime.errors import ArtifactMissing, UnsupportedDevice
+from kda_tl.registry import DamagedArtifact, Registry, search_path
+from kda_tl.runtime import driver, environment
+from kda_tl.runtime.build_on_miss import build_command, build_missing
+from kda_tl.runtime.counters import count_fallback, counts
+from kda_tl.runtime.errors import ArtifactMissing, DriverTooOld, UnsupportedDevice
 from kda_tl.runtime.loader import KernelFunction, load
+from kda_tl.runtime.ranges import annotate
 from kda_tl.specs.archs import ARCHS, arch, archs_for_capability
 from kda_tl.specs.kernels import KernelSpec
 
-__all__ = ["Choice", "choose", "device_arch", "kernel"]
+__all__ = ["Choice", "assume_arch", "choose", "device_arch", "device_guard", "kernel"]
+
+log = logging.getLogger("kda_tl")
 
 
 @dataclass(frozen=True)
@@ -30,23 +46,56 @@ class Choice:
     reason: str
 
 
+_assumed: ContextVar[str | None] = ContextVar("kda_tl_assumed_arch", default=None)
+
+
+@contextmanager
+def assume_arch(name: str) -> Iterator[None]:
+    """Inside, every device counts as one of this arch: for plans of a machine that is not here. Overrides KDA_TL_ARCH."""
+    token = _assumed.set(arch(name).name)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+_archs: dict[tuple[torch.device, object], str] = {}
+
+
 def device_arch(device: torch.device) -> str:
     """The arch whose artifacts a device runs; KDA_TL_ARCH overrides it, to run what was built for another one.
 
     Raises:
         UnsupportedDevice: no arch serves the device.
+        ValueError: KDA_TL_ARCH names no arch that runs on a GPU.
     """
-    forced = os.environ.get("KDA_TL_ARCH")
-    if device.type == "cuda":
-        if forced and arch(forced).is_cpu:
-            raise ValueError("KDA_TL_ARCH=cpu cannot serve cuda tensors: move them to the cpu, or name a GPU arch")
-        return forced if forced else _cuda_arch(device.index or 0)
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
+    key = (device, environment.arch_setting())
+    found = _archs.get(key)
+    if found is None:
+        found = _find_arch(device)
+        if device.index is not None or device.type == "cpu":  # cuda alone is whichever device is current
+            _archs[key] = found
+    return found
+
+
+def _find_arch(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
-    raise UnsupportedDevice(f"no kernels for {device.type} tensors: kda-tl runs on cuda and cpu")
+    if device.type != "cuda":
+        raise UnsupportedDevice(f"no kernels for {device.type} tensors: kda-tl runs on cuda and cpu")
+    forced = os.environ.get("KDA_TL_ARCH")
+    if forced and arch(forced).is_cpu:
+        raise ValueError("KDA_TL_ARCH=cpu cannot serve cuda tensors: move them to the cpu, or name a GPU arch")
+    return forced if forced else _cuda_arch(_index(device))
 
 
-@functools.cache
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _cuda_arch(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
@@ -65,6 +114,17 @@ def _block_shared_memory(index: int) -> int | None:
     return None if value is None else int(value)
 
 
+_NO_GUARD: AbstractContextManager[None] = nullcontext()
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[Any]:
+    """For the launches of one op: a launcher makes its tensors' device the current one and leaves it so. Costs nothing where
+    `device` is the current one already, or no GPU."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(device)
+
+
 @functools.cache
 def _registry(root: Path) -> Registry:
     return Registry(root)
@@ -81,36 +141,97 @@ def choose(spec: KernelSpec, arch_name: str) -> Choice:
     return Choice(spec, arch_name, None, None, "in none of " + ", ".join(map(str, roots)))
 
 
-_kernels: dict[tuple[KernelSpec, str, torch.device, str | None], KernelFunction] = {}
+_kernels: dict[tuple[KernelSpec, str, torch.device, object], KernelFunction] = {}
 _lock = threading.Lock()
+
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # as in the loader
 
 
 def kernel(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunction:
-    """The loaded kernel; kept for the life of the process.
+    """The loaded kernel; kept for the life of the process. Safe to call from several threads.
 
     Raises:
         ArtifactMissing: no registry has it. The message names the build command.
-        DamagedArtifact: its files fail verification.
+        BuildOnMissFailed: nor could KDA_TL_ON_MISS=build make it.
+        DamagedArtifact: its files fail verification; with KDA_TL_ON_MISS=build it is built again instead.
+        DriverTooOld: the NVIDIA driver cannot load it.
         UnsupportedDevice: it needs more shared memory than the device has.
+        ValueError: KDA_TL_ON_MISS or KDA_TL_NVTX has a value that does not exist.
     """
-    key = (spec, arch_name, device, os.environ.get("KDA_TL_REGISTRY"))
-    found = _kernels.get(key)
-    if found is not None:
-        return found
+    found = _kernels.get((spec, arch_name, device, environment.registry_setting()))
+    if found is None:
+        return _first_use(spec, arch_name, device)
+    counts.hits += 1
+    return found
+
+
+def _first_use(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunction:
+    build = environment.on_miss() == "build"
+    key = (spec, arch_name, device, environment.registry_setting())
     with _lock:
+        found = _kernels.get(key)
+        if found is not None:  # another thread was faster
+            counts.hits += 1
+            return found
         choice = choose(spec, arch_name)
-        if choice.registry is None or choice.path is None:
-            raise ArtifactMissing(
-                f"no artifact of {spec.key} for {arch_name} ({choice.reason}). Build it with `kda-tl build --arch {arch_name}` "
-                "here or on another machine, and copy the registry; or point KDA_TL_REGISTRY at one that has it."
-            )
-        if device.type == "cuda":
-            _check_shared_memory(choice.registry, choice.path, spec, device)
-        return _kernels.setdefault(key, load(choice.registry, choice.path, arch_name, spec.key))
+        if choice.path is None:
+            counts.misses += 1
+            choice = _build(spec, arch_name) if build else _refuse(choice)
+        try:
+            function = _load(choice, device)
+        except DamagedArtifact as damage:
+            if not build:
+                raise
+            log.warning("%s", damage)
+            function = _load(_build(spec, arch_name), device)
+        counts.loads += 1
+        return _kernels.setdefault(key, function)
 
 
-def _check_shared_memory(registry: Registry, path: Path, spec: KernelSpec, device: torch.device) -> None:
-    limit = _block_shared_memory(device.index or 0)
-    needed = max((launch["shared_memory"] for launch in registry.load_meta(path)["launches"]), default=0)
+def _refuse(choice: Choice) -> Choice:
+    command = build_command(choice.spec, choice.arch)
+    raise ArtifactMissing(
+        f"no artifact of {choice.spec.key} for {choice.arch} ({choice.reason}). Build it with `{command}` here or on another "
+        "machine, and copy the registry; or point KDA_TL_REGISTRY at one that has it; or set KDA_TL_ON_MISS=build, and the "
+        "call compiles it first."
+    )
+
+
+def _build(spec: KernelSpec, arch_name: str) -> Choice:
+    def whole() -> bool:
+        found = choose(spec, arch_name)
+        return found.registry is not None and (arch(arch_name).is_cpu or found.registry.support_dir(arch_name) is not None)
+
+    build_missing(spec, arch_name, whole)
+    choice = choose(spec, arch_name)
+    if choice.path is None:
+        raise ArtifactMissing(f"{spec.key} for {arch_name} was built, but is {choice.reason}: run `kda-tl doctor`")
+    return choice
+
+
+def _load(choice: Choice, device: torch.device) -> KernelFunction:
+    assert choice.registry is not None and choice.path is not None
+    if device.type == "cuda":
+        _check_device(choice.registry.load_meta(choice.path), choice, device)
+    function = load(choice.registry, choice.path, choice.arch, choice.spec.key)
+    log.info("%s on %s: artifact %s for %s, %s", choice.spec.key, device, choice.path.name, choice.arch, choice.reason)
+    return annotate(function, f"kda_tl::{choice.spec.kernel}")
+
+
+def _check_device(meta: Mapping[str, Any], choice: Choice, device: torch.device) -> None:
+    """Refuses what the device or its driver would only fail on obscurely, and tells of what runs slower than it could."""
+    index, key = _index(device), choice.spec.key
+    if reason := driver.too_old(meta.get("min_driver")):
+        raise DriverTooOld(f"{key} cannot be loaded on {device}: {reason}. Update the driver, or install NVIDIA's cuda-compat")
+    limit = _block_shared_memory(index)
+    needed = max((launch["shared_memory"] for launch in meta["launches"]), default=0)
     if limit is not None and needed > limit:
-        raise UnsupportedDevice(f"{spec.key} needs {needed} bytes of shared memory per block; {device} has {limit}")
+        raise UnsupportedDevice(f"{key} needs {needed} bytes of shared memory per block; {device} has {limit}")
+    properties = torch.cuda.get_device_properties(index)
+    row = arch(choice.arch)
+    # Machine code runs on later minor versions of its compute capability; on a later major one the driver compiles the PTX.
+    if row.capability is not None and row.capability[0] != properties.major:
+        count_fallback(
+            f"{properties.name} (compute capability {properties.major}.{properties.minor}) runs {choice.spec.kernel} of "
+            f"{choice.arch} through its PTX: right, not tuned"
+        )

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
 
-from kda_tl.registry import Registry, RegistryError
+from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 
 __all__ = ["KernelFunction", "load"]
 
 KernelFunction = Callable[..., Any]
 
-ARTIFACT_FORMAT = 1  # of meta.json, as compiler.build writes it
-
 _lock = threading.Lock()
 _loaded: dict[str, KernelFunction] = {}
 _prepared = False
+# A fork copies a lock as it is, held or not, and none of the threads that could let it go.
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 
 
 def load(registry: Registry, path: Path, arch: str, spec_key: str) -> KernelFunction:

@@ -20,6 +20,7 @@ class Arch:
         exact: True where the code runs on that compute capability only; False where the artifact carries PTX for newer GPUs.
         capability: the lowest compute capability that the artifact runs on; None for the cpu.
         min_driver: the lowest NVIDIA driver (major version) that loads what nvcc 13 makes.
+        measured: False where the code compiles and nothing more is known: no such device has run it, and no schedule was timed.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Arch:
     exact: bool
     capability: tuple[int, int] | None
     min_driver: int | None
+    measured: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -40,6 +42,9 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_80", "sm_80", 163 * KIB, False, (8, 0), 580),
         Arch("sm_89", "sm_89", 99 * KIB, False, (8, 9), 580),
         Arch("sm_90", "sm_90a", 227 * KIB, True, (9, 0), 580),
+        # Without the suffix a: what needs it (tcgen05) is not used, and plain code runs on 10.3, 12.1 and later ones as well.
+        Arch("sm_100", "sm_100", 227 * KIB, False, (10, 0), 580, measured=False),
+        Arch("sm_120", "sm_120", 99 * KIB, False, (12, 0), 580, measured=False),
         Arch("cpu", "c", 0, True, None, None),
     )
 }
@@ -55,6 +60,9 @@ def arch(name: str) -> Arch:
 def archs_for_capability(capability: tuple[int, int], shared_memory: int | None = None) -> list[str]:
     """Archs whose artifacts a device of this compute capability can load, best first.
 
+    Archs that were never measured come after those that were, whose code at least ran on a newer GPU through its PTX: a device
+    of compute capability 10.0 gets sm_89's artifacts, unless sm_100 is asked for by name.
+
     shared_memory: bytes that the device grants one block. Archs whose schedules may use more come last: sm_86 has 99 KiB and
     runs no sm_89 code, so it gets sm_80's artifacts, each of which is held to the device's limit when it is loaded.
     """
@@ -64,7 +72,7 @@ def archs_for_capability(capability: tuple[int, int], shared_memory: int | None 
         if row.capability is not None and (row.capability == capability if row.exact else row.capability <= capability)
     ]
 
-    def preference(row: Arch) -> tuple[bool, tuple[int, int]]:
-        return shared_memory is None or row.shared_memory <= shared_memory, row.capability or (0, 0)
+    def preference(row: Arch) -> tuple[bool, bool, tuple[int, int]]:
+        return row.measured, shared_memory is None or row.shared_memory <= shared_memory, row.capability or (0, 0)
 
     return [row.name for row in sorted(loadable, key=preference, reverse=True)]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec"]
+__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec", "spec_of_key"]
 
 DTYPES = ("bfloat16", "float16", "float32")
+DECAYS = ("none", "scalar", "per_key")
 
 
 @dataclass(frozen=True)
@@ -42,37 +43,47 @@ def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 @dataclass(frozen=True)
 class ChunkWySpec(KernelSpec):
-    """Per chunk and value head: A_inv = (I + Diag(beta) A)^-1 Diag(beta) and P, the inputs of chunk_scan.
+    """Per chunk and value head, all that does not depend on the state: the inputs of chunk_scan.
 
     Attributes:
         head_dim_k: K.
         chunk_size: C, tokens per chunk.
-        dtype: of q and k; g and beta are float32, the workspace A_inv, P is of `operand_dtype`.
-        decay: "per_key" (KDA: g [B, T, HV, K]).
+        dtype: of q and k.
+        gate_dtype: of g and beta, raw or activated.
+        decay: "none", "scalar" (GDN: g [B, T, HV]) or "per_key" (KDA: g [B, T, HV, K]).
+        delta: whether the rule corrects what it writes (A_inv is stored), or writes v as it is.
+        read_first: RWKV6: a token reads the state before its decay and its write, and adds its bonus.
     """
 
     kernel: ClassVar[str] = "chunk_wy"
     head_dim_k: int = 128
     chunk_size: int = 64
     dtype: str = "bfloat16"
+    gate_dtype: str = "float32"
     decay: str = "per_key"
+    delta: bool = True
+    read_first: bool = False
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, DTYPES)
-        _check("decay", self.decay, ("per_key",))
+        _check("gate_dtype", self.gate_dtype, DTYPES)
+        _check("decay", self.decay, DECAYS)
         _check("chunk_size", self.chunk_size, (64,))
         _check("head_dim_k", self.head_dim_k, (64, 128))
+        if self.read_first and self.delta:
+            raise ValueError("read_first must be False where delta is True: no rule has both")
 
 
 @dataclass(frozen=True)
 class ChunkScanSpec(KernelSpec):
-    """Affine state passing and output: walks the chunks of a sequence with the state on chip.
+    """Affine state passing and output: walks the chunks of a sequence with the state on chip. The same for every decay.
 
     Attributes:
         head_dim_k, head_dim_v: K, V.
         chunk_size: C, tokens per chunk.
-        dtype: of q, k, v and o; g and the state in and out are float32, the workspace is of `operand_dtype`.
-        decay: "per_key" (KDA: g [B, T, HV, K]).
+        dtype: of v and o; the workspace is of `operand_dtype`.
+        state_dtype: of the states in and out.
+        delta: whether A_inv is applied to the residual, or v is written as it is.
     """
 
     kernel: ClassVar[str] = "chunk_scan"
@@ -80,14 +91,46 @@ class ChunkScanSpec(KernelSpec):
     head_dim_v: int = 128
     chunk_size: int = 64
     dtype: str = "bfloat16"
-    decay: str = "per_key"
+    state_dtype: str = "float32"
+    delta: bool = True
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, DTYPES)
-        _check("decay", self.decay, ("per_key",))
+        _check("state_dtype", self.state_dtype, DTYPES)
         _check("chunk_size", self.chunk_size, (64,))
         _check("head_dim_k", self.head_dim_k, (64, 128))
         _check("head_dim_v", self.head_dim_v, (64, 128))
 
 
 KERNEL_SPECS: dict[str, type[KernelSpec]] = {spec.kernel: spec for spec in (ChunkWySpec, ChunkScanSpec)}
+
+
+def spec_of_key(key: str) -> KernelSpec:
+    """The spec whose `key` this is; fields that it leaves out have their defaults.
+
+    Raises:
+        ValueError: it names no kernel, or a field or value that the kernel does not have.
+    """
+    name, bracket, rest = key.strip().partition("[")
+    if name not in KERNEL_SPECS:
+        raise ValueError(f"a spec is KERNEL[FIELD=VALUE,...] with KERNEL one of {', '.join(KERNEL_SPECS)}, got {key!r}")
+    if bracket and not rest.endswith("]"):
+        raise ValueError(f"a spec is KERNEL[FIELD=VALUE,...], got {key!r}")
+    kind = KERNEL_SPECS[name]
+    defaults = {f.name: f.default for f in fields(kind)}
+    given: dict[str, object] = {}
+    for part in filter(None, rest.removesuffix("]").split(",")):
+        field, _, text = (word.strip() for word in part.partition("="))
+        if field not in defaults or field in given:
+            raise ValueError(f"{name} takes each of {', '.join(defaults)} once, got {part.strip()!r} in {key!r}")
+        given[field] = _read(text, defaults[field])
+    return kind(**given)
+
+
+def _read(text: str, default: object) -> object:
+    """Keys hold str(value): a truth value, a number, or a word, as the field's default says."""
+    if text == "None":
+        return None
+    if text in ("True", "False"):
+        return text == "True"
+    return text if isinstance(default, str) or not text.lstrip("-").isdecimal() else int(text)

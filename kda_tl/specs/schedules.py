@@ -42,10 +42,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ChunkWySchedule(Schedule):
-    """min_blocks: blocks per multiprocessor that the compiler keeps registers free for. A block has head_dim_k threads."""
+    """Attributes:
+    parts: into how many parts the rows of a chunk are split over threads; a block has parts * head_dim_k / 2 of them.
+    min_blocks: blocks per multiprocessor that the compiler keeps registers free for.
+    """
 
     kernel: ClassVar[str] = "chunk_wy"
+    parts: int = 4
     min_blocks: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts not in (2, 4, 8):
+            raise ValueError(f"parts must be 2, 4 or 8, got {self.parts}")
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,8 @@ class ChunkScanSchedule(Schedule):
         variant: "plain" runs on every arch; "warp_specialized" has a role per warpgroup and runs on sm_90.
         threads: per block of the plain variant; a multiple of 128 (warpgroups). The other one has 512.
         block_v: columns of the state that one block holds.
-        raw_stages: warp_specialized: chunks of q, k and g in flight.
-        tile_stages: warp_specialized: chunks of v, A_inv and P in flight.
-        state_registers, value_registers, output_registers, gating_registers: warp_specialized: per thread of each role; a
+        stages: warp_specialized: chunks in flight.
+        state_registers, value_registers, output_registers, load_registers: warp_specialized: per thread of each role; a
             multiple of 8, 512 together at most.
     """
 
@@ -66,12 +74,11 @@ class ChunkScanSchedule(Schedule):
     variant: str = "plain"
     threads: int = 128
     block_v: int = 64
-    raw_stages: int = 1
-    tile_stages: int = 2
-    state_registers: int = 168
-    value_registers: int = 128
+    stages: int = 2
+    state_registers: int = 208
+    value_registers: int = 120
     output_registers: int = 112
-    gating_registers: int = 104
+    load_registers: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +88,7 @@ class ChunkScanSchedule(Schedule):
             raise ValueError(f"block_v must be 16, 32, 64 or 128, a divisor of V, got {self.block_v}")
         if self.threads % 128:
             raise ValueError(f"threads must be a multiple of 128, got {self.threads}")
-        registers = (self.state_registers, self.value_registers, self.output_registers, self.gating_registers)
+        registers = (self.state_registers, self.value_registers, self.output_registers, self.load_registers)
         if sum(registers) > 512 or any(count % 8 or not 24 <= count <= 240 for count in registers):
             raise ValueError(f"registers must be multiples of 8 from 24 to 240, 512 together at most, got {registers}")
 

@@ -11,7 +11,7 @@ from kda_tl.compiler.build import BuildResult
 from kda_tl.compiler.errors import BuildError, ToolchainError
 from kda_tl.registry import DamagedArtifact, Registry
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.kernels import ChunkWySpec, KernelSpec
 from kda_tl.specs.schedules import ScheduleFileError
 
 FIGURES = {
@@ -37,16 +37,19 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, An
             registry: Registry,
             jobs: int | None = None,
             progress: Callable[[BuildResult], None] | None = None,
+            isolate: bool | None = None,
         ) -> list[BuildResult]:
+            assert isolate, "a program may end its process"
             calls.append({"arch": arch, "specs": list(specs), "root": registry.root, "jobs": jobs})
             if before and arch in before:
                 raise before[arch]
-            for spec in specs:
-                known = (registry.root / "artifacts" / spec.kernel).is_dir()
+            for number, spec in enumerate(specs):
+                id = f"{spec.kernel}-{number}"
+                known = (registry.root / "artifacts" / id).is_dir()
                 meta = {} if arch == "cpu" else FIGURES
-                registry.put("artifacts", spec.kernel, {"lib.so": bytes(1536)}, meta)
+                registry.put("artifacts", id, {"lib.so": bytes(1536)}, meta)
                 assert progress is not None
-                progress(BuildResult(spec, spec.kernel, 0.0 if known else 1.5, compiled=not known))
+                progress(BuildResult(spec, id, 0.0 if known else 1.5, compiled=not known))
                 if after and arch in after:
                     raise after[arch]
             return []
@@ -66,7 +69,7 @@ def test_the_table_shows_what_each_artifact_takes(run, compiler, tmp_path: Path)
     assert [row[-1] for row in rows] == sorted(spec.key for spec in default_specs("sm_90"))
     for row in rows:
         assert " ".join(row[:-1]) == "1.5 s 2.0 KiB 255 24 B 1.5 KiB"
-    assert "3.0 KiB" in result.stdout and "R580" in result.stdout
+    assert f"Together {1.5 * len(rows)} KiB" in result.stdout and "R580" in result.stdout
 
     again = run("build", "--arch", "sm_90", "--registry", tmp_path).stdout.splitlines()
     assert all("already built" in line for line in again if line.endswith("]"))
@@ -123,6 +126,41 @@ def test_an_error_is_one_paragraph_and_the_other_archs_are_built(run, compiler, 
     ] and f"cpu: {len(default_specs('cpu'))} programs" in result.output
     last = result.output.strip().splitlines()[-1]
     assert last == f"Error: sm_90: {error}" and "Traceback" not in result.output
+
+
+def test_a_failed_program_has_its_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(arch: str, specs: Sequence[KernelSpec], registry: Registry, progress: Any, **_: Any) -> None:
+        good, bad = specs
+        registry.put("artifacts", "good", {"lib.so": b"x"}, FIGURES)
+        progress(BuildResult(bad, "", 0.0, compiled=False, error="no luck"))
+        progress(BuildResult(good, "good", 1.5, compiled=True))
+        raise BuildError("no luck")
+
+    monkeypatch.setattr("kda_tl.compiler.build.build", build)
+    specs = default_specs("sm_80")[:2]
+    words = [word for spec in specs for word in ("--spec", spec.key)]
+    result = run("build", "--arch", "sm_80", *words, "--registry", tmp_path)
+    assert result.exit_code == 1
+    assert f"sm_80 1/2  {specs[1].key}  FAILED" in result.output and "1 programs in" in result.output
+    assert ", 1 failed" in result.output and "1 programs spill registers" in result.output and "163.0 KiB" in result.output
+    (row,) = (line for line in result.stdout.splitlines() if line.startswith("  FAILED"))
+    assert row.endswith(specs[1].key) and result.output.rstrip().endswith("no luck")
+
+
+def test_single_programs(run, compiler, tmp_path: Path) -> None:
+    calls = compiler()
+    keys = ["chunk_wy[dtype=float16]", ChunkWySpec().key, ChunkWySpec().key]
+    words = [word for key in keys for word in ("--spec", key)]
+    assert run("build", "--arch", "sm_80", *words, "--registry", tmp_path).exit_code == 0
+    assert calls[0]["specs"] == [ChunkWySpec(dtype="float16"), ChunkWySpec()]
+    result = run("build", "--arch", "sm_80", "--spec", "chunk_wy[dtype=int3]", "--registry", tmp_path)
+    assert result.exit_code == 2 and "--spec" in result.output and "dtype must be one of" in result.output
+
+
+def test_an_arch_that_was_never_measured_says_so(run, compiler, tmp_path: Path) -> None:
+    compiler()
+    assert "KDA_TL_ARCH=sm_100" in run("build", "--arch", "sm_100", "--registry", tmp_path).output
+    assert "KDA_TL_ARCH" not in run("build", "--arch", "sm_89", "--registry", tmp_path).output
 
 
 def test_what_finished_before_an_error_is_shown(run, compiler, tmp_path: Path) -> None:

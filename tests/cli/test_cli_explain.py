@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import kda_tl
+from kda_tl.ops.explain import PLANNERS
 from kda_tl.registry import Registry
 
 
@@ -70,7 +73,7 @@ def test_damaged_manifest(run, roots) -> None:
         ("chunk_kda --heads 2 --lengths 5,-1", "--lengths"),
         ("chunk_kda --heads 2 --lengths 50,50 --tokens 99", "--tokens"),
         ("chunk_glaa --heads 2 --tokens 5", "chunk_kda"),
-        ("chunk_kda --heads 2 --tokens 5 --head-dim-k 256", "--head-dim-k"),
+        ("chunk_kda --heads 2 --tokens 5 --head-dim-k 0", "--head-dim-k"),
         ("chunk_kda --heads 2 --tokens 5 --dtype int8", "--dtype"),
         ("chunk_kda --heads 2 --tokens 5 --arch sm_70", "--arch"),
     ],
@@ -78,3 +81,37 @@ def test_damaged_manifest(run, roots) -> None:
 def test_wrong_use_names_the_argument(run, words: str, named: str) -> None:
     result = run("explain", *words.split())
     assert result.exit_code == 2 and named in result.output.split("Error:")[1]
+
+
+@pytest.mark.parametrize("op", list(PLANNERS))
+def test_every_op_by_name(run, op: str) -> None:
+    result = run("explain", op, "--tokens", 70, "--heads", 2, "--value-heads", 4, "--arch", "sm_90")
+    assert result.exit_code == 0 and " on sm_90\n" in result.output
+
+
+def test_json(run, roots) -> None:
+    registry, plan = Registry(roots[1]), kda_tl.explain("chunk_kda", *tensors(1, 64, 2, 2))
+    spec = plan.launches[0].spec
+    registry.put("artifacts", "id-0", {"lib.so": b""}, {})
+    registry.publish("cpu", {spec.key: {"id": "id-0"}})
+    shown = json.loads(run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--json").stdout)
+    assert (shown["op"], shown["arch"], shown["workspace_bytes"]) == ("chunk_kda", "cpu", plan.workspace_bytes)
+    assert shown["problem"]["T"] == 64 and shown["build"] == ["kda-tl build --arch cpu"]
+    assert [launch["artifact"] for launch in shown["launches"]] == ["id-0", None]
+    assert shown["launches"][0]["registry"] == str(roots[1]) and shown["launches"][0]["spec"] == spec.key
+
+
+def test_other_arguments(run) -> None:
+    words = ["--tokens", 64, "--heads", 2, "--shape", "initial_state=1,2,128,128"]
+    assert run("explain", "chunk_kda", *words, "--set", "output_final_state=true", "--set", "scale=0.5").exit_code == 0
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--shape", "initial_state=1,3,128,128")
+    assert result.exit_code == 1 and "initial_state must have shape" in result.output
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--set", "chunk_size=32")
+    assert result.exit_code == 1 and "chunk_size must be" in result.output
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--shape", "pool=1")
+    assert result.exit_code == 1 and "has no argument 'pool'" in result.output
+
+
+@pytest.mark.parametrize("words", ["--shape q", "--shape q=1,x", "--set 3=1", "--set x", "--shape q=1,-2"])
+def test_malformed_assignments(run, words: str) -> None:
+    assert run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, *words.split()).exit_code == 2

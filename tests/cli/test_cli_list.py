@@ -25,8 +25,17 @@ def test_all_registries_in_search_order(run, roots, fill) -> None:
     lines = run("list").output.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [str(root) for root in roots]
     assert lines[1].split() == ["arch", "built", "size", "artifact", "spec"]
+    assert lines[5].startswith("  Together") and lines[5].endswith(": cpu 2, sm_90 1")
     row = next(line for line in lines if "k[two]" in line).split()
-    assert row[0] == "cpu" and row[1] == "2026-01-02" and row[4:] == ["cpu-two", "k[two]"]
+    assert row[0] == "cpu" and row[1] == "2026-01-02" and row[5:] == ["cpu-two", "k[two]"]
+
+
+def test_bars_compare_sizes(run, roots, fill) -> None:
+    registry = fill(roots[0])
+    registry.put("artifacts", "big", {"lib.so": bytes(10**6)}, {})
+    registry.publish("cpu", {"k[big]": {"id": "big", "kernel": "k", "built": "2026-01-02"}})
+    lengths = {line.split()[-1]: len(line.split()[4]) for line in run("list").output.splitlines() if line.endswith("]")}
+    assert lengths == {"k[big]": 12, "k[one]": 1, "k[two]": 1}
 
 
 def test_json_has_every_field_and_honours_arch(run, roots, fill) -> None:

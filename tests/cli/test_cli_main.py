@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from kda_tl import __version__
@@ -24,7 +25,10 @@ def test_every_help_shows_examples_that_name_real_options(run, command: str) -> 
     examples = [line.split() for line in result.output.splitlines() if line.startswith("    kda-tl ")]
     assert examples
     for words in examples:
-        options = {name for parameter in cli.commands[words[1]].params for name in parameter.opts}
+        named: click.Command = cli.commands[words[1]]
+        if isinstance(named, click.Group):
+            named = named.commands[words[2]]
+        options = {name for parameter in named.params for name in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,25 @@ def test_what_no_manifest_names_is_verified_too(run, roots, fill) -> None:
     assert run("verify", "--arch", "cpu").exit_code == 0
     result = run("verify")
     assert result.exit_code == 1 and "spare" in result.output
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_json(run, roots, fill, damage: bool) -> None:
+    registry = fill(roots[0])
+    if damage:
+        (registry.root / "artifacts" / "cpu-one" / "lib.so").unlink()
+    result = run("verify", "--json")
+    report = json.loads(result.stdout)
+    assert (report["ok"], report["checked"], result.exit_code) == (not damage, 4, int(damage))
+    assert [(failure["registry"], Path(failure["path"]).name) for failure in report["failures"]] == (
+        [(str(roots[0]), "cpu-one")] if damage else []
+    )
+    assert not damage or "is damaged" in report["failures"][0]["error"]
+
+
+def test_json_of_nothing(run, roots) -> None:
+    result = run("verify", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout) == {"ok": False, "checked": 0, "failures": []}
 
 
 def test_damaged_manifest(run, roots, fill) -> None:

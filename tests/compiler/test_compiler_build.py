@@ -178,7 +178,7 @@ def test_errors_reach_the_caller_through_worker_processes(build, failing_compile
 
 @needs_tilelang
 def test_an_unknown_arch(build, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arch must be one of sm_80, sm_89, sm_90, cpu, got 'sm_70'"):
+    with pytest.raises(ValueError, match="arch must be one of sm_80, sm_89, sm_90, sm_100, sm_120, cpu, got 'sm_70'"):
         build.build("sm_70", [ChunkWySpec()], Registry(tmp_path))
 
 
@@ -194,6 +194,17 @@ def test_tilelang_is_absent(monkeypatch) -> None:
         toolchain.require_tilelang()
 
 
+def installed(**versions: str) -> Callable[[str], str]:
+    """importlib.metadata.version where these packages alone are installed."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    return version
+
+
 @pytest.mark.parametrize("version", ["0.1.14", "0.1.16", "0.1.150", "0.2.0"])
 def test_tilelang_of_another_version(monkeypatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
@@ -203,8 +214,14 @@ def test_tilelang_of_another_version(monkeypatch, version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.1.15", "0.1.15+cu130"])
 def test_tilelang_of_the_right_version(monkeypatch, version: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", installed(tilelang=version))
     assert toolchain.require_tilelang() == version
+
+
+def test_apache_tvm_beside_tilelang(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", installed(tilelang="0.1.15", apache_tvm="0.25.0"))
+    with pytest.raises(ToolchainError, match=r"apache-tvm 0\.25\.0 is installed.*pip uninstall apache-tvm"):
+        toolchain.require_tilelang()
 
 
 @needs_tilelang
@@ -218,9 +235,19 @@ def test_nvcc_is_absent(build, tmp_path: Path, monkeypatch) -> None:
 @needs_tilelang
 def test_nvcc_of_a_cuda_home(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+    nvcc = tmp_path / "bin" / "nvcc"
     monkeypatch.setattr(importlib.import_module("tilelang.env"), "CUDA_HOME", str(tmp_path))
-    assert toolchain.nvcc_compiler() == str(tmp_path / "bin" / "nvcc")
+    for release, right in (("13.0", True), ("13.2", True), ("12.9", False), ("14.0", False), (None, False)):
+        toolchain._nvcc_release.cache_clear()
+        nvcc.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n" if release else "#!/bin/sh\n"
+        )
+        nvcc.chmod(0o755)
+        if right:
+            assert toolchain.nvcc_compiler() == str(nvcc)
+            continue
+        with pytest.raises(ToolchainError, match=rf"needs nvcc 13, found {release or 'no version'} at {nvcc}: install"):
+            toolchain.nvcc_compiler()
 
 
 def test_the_cxx_compiler(failing_compiler: Path, tmp_path: Path, monkeypatch) -> None:

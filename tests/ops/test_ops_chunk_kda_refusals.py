@@ -230,7 +230,7 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
         "chunk_kda has no argument 'head_first': inputs are [B, T, H, ...]",
         lambda x: {"head_first": False},
     ),
-    ("a context", NotImplementedError, "cp_context must be None", lambda x: {"cp_context": object()}),
+    ("a context", TypeError, "cp_context must be a kda_tl.ContextParallel", lambda x: {"cp_context": object()}),
     (
         "all on a device without kernels",
         kda_tl.UnsupportedDevice,

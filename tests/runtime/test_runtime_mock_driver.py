@@ -129,3 +129,12 @@ def test_damaged_support_libraries_are_refused(built: Callable[[str], Registry],
     with pytest.raises(AssertionError, match=r"DamagedArtifact.*libkda_tl_native\.so has"):
         calls(mock_driver, tmp_path / "log", copied, "sm_90", "hide-tilelang")
     assert copied.support_dir("sm_90") is None and len(list((copied.root / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("cuda", "answer"), [("13000", "None"), ("12040", "an NVIDIA driver R580 or newer (CUDA 13.0)")])
+def test_the_driver_is_asked_for_its_version(mock_driver: Path, cuda: str, answer: str) -> None:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(mock_driver), "MOCK_CUDA_VERSION": cuda}
+    source = HERE.parents[1] / "kda_tl" / "runtime" / "driver.py"  # alone: the package would load torch
+    code = f"import runpy; driver = runpy.run_path({str(source)!r}); print(driver['cuda_version'](), driver['too_old'](580))"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.startswith(f"{cuda} {answer}"), ran.stderr

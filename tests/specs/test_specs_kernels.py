@@ -10,8 +10,8 @@ import pytest
 
 from kda_tl.registry.manifest import check_name
 from kda_tl.specs.archs import ARCHS, arch, archs_for_capability
-from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.kernels import KERNEL_SPECS, ChunkScanSpec, ChunkWySpec, KernelSpec
+from kda_tl.specs.defaults import MAX_PROGRAMS, default_specs
+from kda_tl.specs.kernels import KERNEL_SPECS, ChunkScanSpec, ChunkWySpec, KernelSpec, spec_of_key
 
 DTYPES = ("bfloat16", "float16", "float32")
 EVERY_SPEC: list[KernelSpec] = [
@@ -39,6 +39,38 @@ def test_a_spec_survives_as_a_dict(spec: KernelSpec) -> None:
     fields = spec.as_dict()
     again = KERNEL_SPECS[str(fields.pop("kernel"))](**fields)
     assert again == spec and hash(again) == hash(spec) and again.key == spec.key
+
+
+@pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.key)
+def test_a_key_names_its_spec(spec: KernelSpec) -> None:
+    assert spec_of_key(spec.key) == spec
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_key_of_every_default_names_its_spec(name: str) -> None:
+    assert [spec_of_key(spec.key) for spec in default_specs(name)] == default_specs(name)
+
+
+def test_keys_may_leave_fields_out() -> None:
+    assert spec_of_key("chunk_wy") == spec_of_key(" chunk_wy[] ") == ChunkWySpec()
+    assert spec_of_key("chunk_scan[ head_dim_v = 64 , dtype=float16]") == ChunkScanSpec(head_dim_v=64, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("", "KERNEL one of chunk_wy"),
+        ("scan[]", "KERNEL one of chunk_wy"),
+        ("chunk_wy[dtype=float16", "a spec is"),
+        ("chunk_wy[type=float16]", "takes each of head_dim_k"),
+        ("chunk_wy[dtype=float16,dtype=float16]", "once"),
+        ("chunk_wy[head_dim_k=96]", "head_dim_k must be one of"),
+        ("chunk_wy[head_dim_k=True]", "head_dim_k"),
+    ],
+)
+def test_a_key_of_no_spec(key: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        spec_of_key(key)
 
 
 def test_specs_are_frozen() -> None:
@@ -71,20 +103,23 @@ def test_operands_of_products(dtype: str, operands: str) -> None:
 @pytest.mark.parametrize("name", ARCHS)
 def test_the_default_set_of_an_arch(name: str) -> None:
     specs = default_specs(name)
-    assert {spec.kernel for spec in specs} == {"chunk_wy", "chunk_scan"}
-    assert len({spec.key for spec in specs}) == len(specs) <= 120
+    assert {spec.kernel for spec in specs} == {"chunk_wy", "chunk_scan", "recurrent_decode", "deltalog_decode", "deltalog_prep"}
+    assert len({spec.key for spec in specs}) == len(specs) <= MAX_PROGRAMS == 120
     # The C target has no bfloat16.
-    assert all(getattr(spec, "dtype", None) == ("float32" if name == "cpu" else "bfloat16") for spec in specs)
+    assert name != "cpu" or all(
+        spec.as_dict()["dtype"] == spec.as_dict().get("state_dtype", "float32") == "float32" for spec in specs
+    )
+    assert name == "cpu" or all(spec.as_dict()["dtype"] == "bfloat16" for spec in specs if spec.kernel.startswith("chunk_"))
 
 
 def test_archs() -> None:
-    assert list(ARCHS) == ["sm_80", "sm_89", "sm_90", "cpu"]
+    assert list(ARCHS) == ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "cpu"]
     for name, row in ARCHS.items():
         assert arch(name) is row and row.name == check_name("arch", name)
         assert row.is_cpu == (name == "cpu")
         assert (row.min_driver is None) == row.is_cpu
     for name in ("sm_86", "sm_90a", "SM_90", ""):
-        with pytest.raises(ValueError, match=r"^arch must be one of sm_80, sm_89, sm_90, cpu, got "):
+        with pytest.raises(ValueError, match=r"^arch must be one of sm_80, sm_89, sm_90, sm_100, sm_120, cpu, got "):
             arch(name)
     with pytest.raises(ValueError, match="arch must be one of"):
         default_specs("sm_70")
@@ -105,10 +140,12 @@ KIB = 1024
         ((8, 9), None, ["sm_89", "sm_80"]),
         ((9, 0), 227 * KIB, ["sm_90", "sm_89", "sm_80"]),
         ((9, 0), 100 * KIB, ["sm_89", "sm_90", "sm_80"]),  # what surely fits comes first
-        ((10, 0), 227 * KIB, ["sm_89", "sm_80"]),  # never sm_90: its code has no PTX for newer GPUs
-        ((10, 3), 227 * KIB, ["sm_89", "sm_80"]),
-        ((12, 0), 99 * KIB, ["sm_89", "sm_80"]),
-        ((12, 1), None, ["sm_89", "sm_80"]),
+        # Never sm_90: its code has no PTX for newer GPUs. What was never measured comes last.
+        ((10, 0), 227 * KIB, ["sm_89", "sm_80", "sm_100"]),
+        ((10, 3), 227 * KIB, ["sm_89", "sm_80", "sm_100"]),
+        ((12, 0), 99 * KIB, ["sm_89", "sm_80", "sm_120", "sm_100"]),
+        ((12, 1), None, ["sm_89", "sm_80", "sm_120", "sm_100"]),
+        ((15, 0), 227 * KIB, ["sm_89", "sm_80", "sm_120", "sm_100"]),  # a GPU that nobody knows yet
     ],
 )
 def test_archs_for_a_device(capability: tuple[int, int], shared_memory: int | None, archs: list[str]) -> None:

@@ -30,3 +30,43 @@ def locate_chunk(slot, uniform, seq_len, num_seqs, cu_seqlens, chunk_size, found
         found[0] = 0
         found[1] = cu_seqlens[low] + (slot - (T.truncdiv(cu_seqlens[low], chunk_size) + low)) * chunk_size
         found[2] = T.min(chunk_size, cu_seqlens[low + 1] - found[1])
+
+
+@T.macro
+def locate_segment(
+    block, tiles, HV, segments, segment_chunks, uniform, seq_len, num_seqs, cu_seqlens, chunk_size, indexed, state_indices,
+    null_index, num_states, found,
+):  # fmt: skip
+    """What one block of a scan walks, written into found:
+
+    0 tile, 1 value head, 2 sequence (num_seqs for the tokens past a pack's end), 3 segment, 4 batch row, 5 first token,
+    6 tokens (<= 0 where the sequence has no such segment), 7 slot of its first chunk, 8 whether it ends the sequence,
+    9 the sequence's state (-1 where null_index or an index outside the pool says that it has none)
+    """
+    found[0] = block % tiles
+    found[1] = T.truncdiv(block, tiles) % HV
+    found[2] = T.truncdiv(T.truncdiv(T.truncdiv(block, tiles), HV), segments)
+    found[3] = T.truncdiv(T.truncdiv(block, tiles), HV) % segments
+    found[4] = 0
+    found[5] = 0
+    found[6] = seq_len
+    found[7] = found[2] * T.truncdiv(seq_len + (chunk_size - 1), chunk_size) + found[3] * segment_chunks
+    found[9] = found[2]
+    if uniform == 0:
+        found[5] = cu_seqlens[found[2]]
+        if found[2] < num_seqs:
+            found[6] = cu_seqlens[found[2] + 1] - found[5]
+        else:
+            found[6] = seq_len - found[5]
+        found[7] = T.truncdiv(found[5], chunk_size) + found[2] + found[3] * segment_chunks
+    else:
+        found[4] = found[2]
+    found[5] = found[5] + found[3] * segment_chunks * chunk_size
+    found[6] = found[6] - found[3] * segment_chunks * chunk_size
+    found[8] = T.if_then_else(found[6] <= segment_chunks * chunk_size and (found[6] > 0 or found[3] == 0), 1, 0)
+    if found[2] < num_seqs:
+        found[6] = T.min(found[6], segment_chunks * chunk_size)
+        if indexed != 0:
+            found[9] = state_indices[found[2]]
+            if found[9] == null_index or found[9] < 0 or found[9] >= num_states:
+                found[9] = -1

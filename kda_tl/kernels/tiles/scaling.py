@@ -19,3 +19,9 @@ def range_scale(peak, highest_exponent=HIGHEST_EXPONENT):
     biased = T.max(2, T.min(252, FLOAT_BIAS + TARGET_EXPONENT - exponent))
     ordinary = (exponent == -FLOAT_BIAS) | ((exponent >= LOWEST_EXPONENT) & (exponent <= highest_exponent))
     return T.if_then_else(ordinary, T.float32(1.0), T.reinterpret(biased << 23, "float32"))
+
+
+@T.macro
+def inverse_power_of_two(s):
+    """1 / s of a normal power of two, with no division."""
+    return T.reinterpret((2 * FLOAT_BIAS << 23) - T.reinterpret(s, "int32"), "float32")

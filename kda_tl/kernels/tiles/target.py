@@ -30,18 +30,18 @@ class TileTarget:
         """A buffer spread over the registers of the block's threads."""
         return T.alloc_local(shape, dtype) if self.is_cpu else T.alloc_fragment(shape, dtype)
 
-    def column_pairs(self, rows: int, columns: int, dtype: str) -> Any:
-        """A tile [rows, columns] in registers, for a block of `columns` threads. Index it with `at`.
+    def column_pairs(self, rows: int, columns: int, dtype: str, parts: int) -> Any:
+        """A tile [rows, columns] in registers, for a block of parts * columns / 2 threads. Index it with `at`.
 
-        A thread holds two neighbouring columns of one half of the rows: what runs along rows needs no other thread, and every
+        A thread holds two neighbouring columns of one part of the rows: what runs along rows needs no other thread, and every
         access of a tile in memory is two elements wide. (A fragment could have this layout, but a parallel loop may index a
         fragment in one way only, and running products need two.)
         """
-        return T.alloc_local((2, columns // 2, rows // 2, 2) if self.is_cpu else (rows // 2, 2), dtype)
+        return T.alloc_local((parts, columns // 2, rows // parts, 2) if self.is_cpu else (rows // parts, 2), dtype)
 
-    def at(self, half: Any, pair: Any, row: Any, column: Any) -> tuple[Any, ...]:
-        """The index in a `column_pairs` tile: half of the rows, pair of columns, row of the half, column of the pair."""
-        return (half, pair, row, column) if self.is_cpu else (row, column)
+    def at(self, part: Any, pair: Any, row: Any, column: Any) -> tuple[Any, ...]:
+        """The index in a `column_pairs` tile: part of the rows, pair of columns, row of the part, column of the pair."""
+        return (part, pair, row, column) if self.is_cpu else (row, column)
 
     def parallel(self, *extents: int) -> Any:
         """A loop nest whose iterations are independent."""
@@ -49,15 +49,19 @@ class TileTarget:
             return T.Parallel(*extents)
         return T.serial(extents[0]) if len(extents) == 1 else T.grid(*extents)
 
-    def each_column_pair(self, columns: int) -> Any:
-        """The (half, pair) of `column_pairs` that the thread at hand holds, once; on the cpu, all of them in turn."""
+    def each_column_pair(self, columns: int, parts: int) -> Any:
+        """The (part, pair) of `column_pairs` that the thread at hand holds, once; on the cpu, all of them in turn."""
         if self.is_cpu:
-            return T.grid(2, columns // 2)
+            return T.grid(parts, columns // 2)
         thread = T.get_thread_binding()
         return [(thread // (columns // 2), thread % (columns // 2))]
 
     def pair(self) -> Any:
-        """A loop over two neighbouring elements, which one instruction handles."""
+        """A loop over two neighbouring elements, which one instruction handles.
+
+        Never write x[j] = f(x[j]) with a function f in it and change x again after that: the CUDA code generator keeps the
+        loaded pair under its text, and reads the old one again.
+        """
         return T.serial(2) if self.is_cpu else T.vectorized(2)
 
 

@@ -13,16 +13,17 @@ BASE = 16
 
 
 @T.macro
-def unit_lower_inverse(t, lower, row_scale, inverse, size):
+def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
     """inverse = (I + Diag(row_scale) lower)^-1.
 
     lower: [size, size] shared float32, read below its diagonal only. row_scale: [size] shared float32. inverse: [size, size]
-    shared float32, may not alias lower.
+    shared float32, may not alias lower. threads: of the block; every loop below has as many iterations or a multiple, because a
+    loop for some of the threads only would get a barrier for these, and the next loop none.
     """
     for i, j in t.parallel(size, size):
         inverse[i, j] = 0.0
-    # A warp for every block, a lane for every column of it: a row of `lower` is then one address for the warp.
-    for block, column in t.parallel(size // BASE, 32):
+    # Whole warps for every block, a lane for every column of it: a row of `lower` is then one address for the warp.
+    for block, column in t.parallel(size // BASE, threads * BASE // size):
         if column < BASE:
             x = T.alloc_local((BASE,), "float32")
             for i in list(range(BASE)):
@@ -34,14 +35,14 @@ def unit_lower_inverse(t, lower, row_scale, inverse, size):
             for i in list(range(BASE)):
                 inverse[block * BASE + i, block * BASE + column] = x[i]
     for half in [BASE << level for level in range((size // BASE).bit_length() - 1)]:
-        merge(t, lower, row_scale, inverse, size, half)
+        merge(t, lower, row_scale, inverse, size, half, threads * 2 // size)
 
 
 @T.macro
-def merge(t, lower, row_scale, inverse, size, half):
-    """From inverses of the diagonal blocks of `half` rows to those of twice as many. A thread takes half / 4 columns."""
-    strip = half // 4
-    for pair, i, j in t.parallel(size // (2 * half), half, 4):
+def merge(t, lower, row_scale, inverse, size, half, lanes):
+    """From inverses of the diagonal blocks of `half` rows to those of twice as many. A thread takes half / lanes columns."""
+    strip = half // lanes
+    for pair, i, j in t.parallel(size // (2 * half), half, lanes):
         # L21 X11, kept in the block above the diagonal, which is unused until it is cleared below.
         total = T.alloc_local((strip,), "float32")
         for s in T.serial(strip):
@@ -57,7 +58,7 @@ def merge(t, lower, row_scale, inverse, size, half):
             inverse[pair * 2 * half + i, pair * 2 * half + half + j * strip + s] = (
                 row_scale[pair * 2 * half + half + i] * total[s]
             )
-    for pair, i, j in t.parallel(size // (2 * half), half, 4):
+    for pair, i, j in t.parallel(size // (2 * half), half, lanes):
         total = T.alloc_local((strip,), "float32")
         for s in T.serial(strip):
             total[s] = 0.0

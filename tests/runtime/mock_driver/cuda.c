@@ -39,6 +39,11 @@ static CUresult Launch(const Function* f, const unsigned* grid, const unsigned* 
 
 CUresult cuGetErrorName(CUresult error, const char** text) { *text = "CUDA_ERROR_MOCK"; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult error, const char** text) { *text = "mock driver"; return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int* version) {
+  const char* text = getenv("MOCK_CUDA_VERSION");
+  *version = text ? atoi(text) : 13000;
+  return CUDA_SUCCESS;
+}
 CUresult cuDeviceGetName(char* name, int size, int device) { snprintf(name, size, "mock"); return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) { *value = 0; return CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(int* device) { *device = 0; return CUDA_SUCCESS; }

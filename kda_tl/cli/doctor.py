@@ -1,0 +1,284 @@
+"""kda-tl doctor: what this machine can do with the package, what stands in the way, and the command that helps."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import click
+import torch
+
+from kda_tl import __version__
+from kda_tl.cli.shared import json_option, registries, size
+from kda_tl.registry import Registry, RegistryError, default_root
+from kda_tl.runtime import dispatcher, driver, environment
+from kda_tl.runtime.errors import UnsupportedDevice
+from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.defaults import default_specs
+
+__all__ = ["Check", "doctor", "examine"]
+
+PYTHONS = ((3, 10), (3, 13))
+TVM_FFI = ((0, 1, 11), (0, 1, 13))  # from, below: what libtvm_runtime.so of TileLang 0.1.15 links against
+NVCC_MAJOR = 13
+BUILD_EXTRA = "pip install 'kda-tl[build]'"
+KNOWN_VARIABLES = (*environment.VARIABLES, "KDA_TL_VENV", "KDA_TL_TORCH", "KDA_TL_CHECK")
+OTHER_VARIABLES = ("XDG_CACHE_HOME", "CXX", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line. status: "ok"; "warning": something is slower, or only some use needs it; "problem": calls or builds will fail.
+
+    fix: the command or the change that helps; empty where nothing has to be done.
+    """
+
+    subject: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+EPILOG = """\b
+Examples:
+  kda-tl doctor
+  kda-tl doctor --json
+
+Exits 1 where a line is a problem, else 0: warnings concern only some uses.
+"""
+
+
+@click.command(epilog=EPILOG)
+@json_option("A JSON array of objects: subject, status (ok, warning, problem), detail, fix.")
+def doctor(as_json: bool) -> None:
+    """Check what kernels need here: to be built, to be found and to run.
+
+    Looks at Python and its packages, compilers, the NVIDIA driver, devices and which arch serves each, the registries on the
+    search path, environment variables, and packages that clash. Changes nothing.
+    """
+    checks = list(examine())
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        width = max(len(check.subject) for check in checks)
+        for check in checks:
+            click.echo(f"{check.status:<8} {check.subject:<{width}}  {check.detail}")
+            if check.fix:
+                click.echo(f"{'':<8} {'':<{width}}  -> {check.fix}")
+        problems, warnings = (sum(check.status == status for check in checks) for status in ("problem", "warning"))
+        click.echo(f"\n{problems} problems, {warnings} warnings")
+    if any(check.status == "problem" for check in checks):
+        raise click.exceptions.Exit(1)
+
+
+def examine() -> Iterator[Check]:
+    """Every check, in the order in which they are printed."""
+    yield from _python()
+    yield from _packages()
+    yield from _compilers()
+    yield from _devices()
+    yield from _registries()
+    yield from _variables()
+
+
+def _python() -> Iterator[Check]:
+    yield Check("kda-tl", "ok", f"{__version__} in {Path(__file__).resolve().parents[1]}")
+    version, name = sys.version_info[:2], platform.python_version()
+    if PYTHONS[0] <= version <= PYTHONS[1]:
+        yield Check("python", "ok", f"{name}, {sys.executable}")
+    else:
+        yield Check("python", "warning", f"{name}; tested with 3.10 to 3.13", "use one of these in a virtual environment")
+    if platform.system() != "Linux":
+        yield Check("system", "problem", f"{platform.system()}: artifacts are Linux libraries", "use a Linux machine")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> Iterator[Check]:
+    kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield Check("torch", "ok", f"{torch.__version__} ({kind})")
+    ffi = _version("apache-tvm-ffi")
+    command = "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"
+    if ffi is None:
+        yield Check("apache-tvm-ffi", "problem", "not installed: GPU kernels are called through it", command)
+    elif not TVM_FFI[0] <= _numbers(ffi) < TVM_FFI[1]:
+        yield Check("apache-tvm-ffi", "problem", f"{ffi}, and the TVM runtime of the kernels needs 0.1.11 or 0.1.12", command)
+    else:
+        yield Check("apache-tvm-ffi", "ok", ffi)
+    if tvm := _version("apache-tvm"):
+        detail = f"{tvm} is installed: beside GPU kernels it aborts the process (apache-tvm-ffi is something else and stays)"
+        yield Check("apache-tvm", "problem", detail, "pip uninstall apache-tvm")
+    yield from _tilelang()
+
+
+def _tilelang() -> Iterator[Check]:
+    from kda_tl.compiler.toolchain import TILELANG_VERSION
+
+    found = _version("tilelang")
+    if found is None:
+        yield Check("tilelang", "warning", "not installed: calling needs none, building does", BUILD_EXTRA)
+    elif found.split("+")[0] != TILELANG_VERSION:
+        detail = f"{found}: calling works beside it, building needs {TILELANG_VERSION}"
+        yield Check("tilelang", "warning", detail, f"pip install tilelang=={TILELANG_VERSION}")
+    else:
+        yield Check("tilelang", "ok", found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _compilers() -> Iterator[Check]:
+    from kda_tl.compiler.errors import ToolchainError
+    from kda_tl.compiler.toolchain import cxx_compiler, version_line
+
+    try:
+        path = cxx_compiler()
+        yield Check("C++ compiler", "ok", f"{path}: {version_line(path)}")
+    except (ToolchainError, OSError) as error:
+        yield Check("C++ compiler", "warning", f"{error}", "apt-get install g++, or dnf install gcc-c++")
+    nvcc = find_nvcc()
+    fix = "install a CUDA 13 toolkit, or pip install 'kda-tl[nvcc]'"
+    if nvcc is None:
+        yield Check("nvcc", "warning", "not found: GPU kernels cannot be built here; the cpu's can", fix)
+        return
+    try:
+        line = version_line(nvcc)
+    except Exception as error:
+        yield Check("nvcc", "warning", f"{nvcc} does not run: {error}", fix)
+        return
+    release = re.search(r"\d+\.\d+", line)
+    if release and int(release[0].split(".")[0]) < NVCC_MAJOR:
+        yield Check("nvcc", "warning", f"{nvcc}: {line}; tested with nvcc {NVCC_MAJOR}", fix)
+    else:
+        yield Check("nvcc", "ok", f"{nvcc}: {line}")
+
+
+def find_nvcc() -> str | None:
+    """Where TileLang would find nvcc, without importing it: $CUDA_HOME, PATH, NVIDIA's wheels, /usr/local/cuda."""
+    folders = [Path(value) for name in ("CUDA_HOME", "CUDA_PATH") if (value := os.environ.get(name))]
+    if on_path := shutil.which("nvcc"):
+        folders.append(Path(on_path).parents[1])
+    wheel = importlib.util.find_spec("nvidia")
+    for root in (wheel.submodule_search_locations or []) if wheel else []:
+        folders += [Path(root) / "cu13", Path(root) / "cuda_nvcc"]
+    folders.append(Path("/usr/local/cuda"))
+    return next((str(path) for folder in folders if (path := folder / "bin" / "nvcc").is_file()), None)
+
+
+def _devices() -> Iterator[Check]:
+    needed = max(row.min_driver or 0 for row in ARCHS.values())
+    cuda = driver.cuda_version()
+    if cuda is None:
+        yield Check("driver", "warning", "no NVIDIA driver: kernels run on the cpu, for checking", "")
+    else:
+        detail = f"supports CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+        detail += f", kernel module {version}" if (version := driver.driver_version()) else ""
+        reason = driver.too_old(needed)
+        fix = f"install an NVIDIA driver of the R{needed} series or newer, or NVIDIA's cuda-compat package"
+        yield Check("driver", "problem" if reason else "ok", reason or detail, fix if reason else "")
+    if cuda is not None and not torch.version.cuda:
+        yield Check("device", "warning", "torch is a CPU build and sees no GPU", "install a CUDA build of torch")
+        return
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield _device(index)
+    yield _coverage("cpu", "device cpu", "for checking")
+
+
+def _device(index: int) -> Check:
+    properties = torch.cuda.get_device_properties(index)
+    subject = f"device cuda:{index}"
+    about = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    try:
+        arch = dispatcher.device_arch(torch.device("cuda", index))
+    except (UnsupportedDevice, ValueError) as error:
+        return Check(subject, "problem", f"{about}: {error}", "use another device, or unset KDA_TL_ARCH")
+    row = ARCHS[arch]
+    ptx = row.capability is not None and row.capability[0] != properties.major
+    return _coverage(arch, subject, about + (", through PTX: right, not tuned" if ptx else ""))
+
+
+def _coverage(arch: str, subject: str, about: str) -> Check:
+    """Whether the registries hold the default set of a device's arch."""
+    specs = default_specs(arch)
+    try:
+        found = sum(dispatcher.choose(spec, arch).path is not None for spec in specs)
+    except RegistryError as error:
+        return Check(subject, "problem", f"{about}; served by {arch}: {error}", f"kda-tl build --arch {arch}")
+    detail = f"{about}; served by {arch}, {found} of {len(specs)} kernels built"
+    whole = found == len(specs)
+    return Check(subject, "ok" if whole else "warning", detail, "" if whole else f"kda-tl build --arch {arch}")
+
+
+def _registries() -> Iterator[Check]:
+    for registry in registries(None):
+        yield _registry(registry)
+    try:
+        yield Check("builds go to", "ok", str(default_root()))
+    except RegistryError as error:
+        yield Check("builds go to", "warning", str(error), "export KDA_TL_REGISTRY=/a/folder/of/yours")
+
+
+def _registry(registry: Registry) -> Check:
+    root, subject = registry.root, "registry"
+    if not root.is_dir():
+        named = str(root) in os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep)
+        detail = f"{root}: not there" + (", though KDA_TL_REGISTRY names it" if named else "")
+        return Check(
+            subject, "warning" if named else "ok", detail, f"kda-tl build --arch ARCH --registry {root}" if named else ""
+        )
+    try:
+        counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
+        gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
+        files = (file for kind in ("artifacts", "support", "quarantine") for file in (root / kind).rglob("*"))
+        stored = sum(file.stat().st_size for file in files if file.is_file())
+    except (RegistryError, OSError) as error:
+        return Check(subject, "problem", str(error), "restore or remove that file, then kda-tl build --arch ARCH")
+    listed = ", ".join(f"{arch} {count}" for arch, count in counts.items()) or "empty"
+    access = "writable" if os.access(root, os.W_OK | os.X_OK) else "read-only"
+    detail = f"{root}: {listed}; {size(stored)}, {access}"
+    if gone:
+        archs = " ".join(f"--arch {arch}" for arch in dict.fromkeys(entry.arch for entry in gone))
+        return Check(subject, "problem", f"{detail}; {len(gone)} listed, but gone", f"kda-tl build {archs} --registry {root}")
+    if (root / "quarantine").is_dir() and any((root / "quarantine").iterdir()):
+        return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", f"rm -r {root / 'quarantine'}")
+    return Check(subject, "ok", detail)
+
+
+def _variables() -> Iterator[Check]:
+    for name in sorted(os.environ):
+        if name.startswith("KDA_TL_") and name not in KNOWN_VARIABLES:
+            close = difflib.get_close_matches(name, KNOWN_VARIABLES, 1)
+            fix = f"unset {name}" + (f", and set {close[0]}" if close else "")
+            yield Check(name, "warning", f"{os.environ[name]!r}, and nothing reads it", fix)
+        elif name in KNOWN_VARIABLES or name in OTHER_VARIABLES:
+            yield _variable(name, os.environ[name])
+
+
+def _variable(name: str, value: str) -> Check:
+    gpus = [arch for arch, row in ARCHS.items() if not row.is_cpu]
+    if name == "KDA_TL_ARCH" and value and value not in gpus:
+        return Check(name, "problem", f"{value!r} is not one of {', '.join(gpus)}", "unset KDA_TL_ARCH")
+    try:
+        if name == "KDA_TL_ON_MISS":
+            environment.on_miss()
+        elif name == "KDA_TL_NVTX":
+            environment.nvtx()
+    except ValueError as error:
+        return Check(name, "problem", str(error), f"unset {name}")
+    return Check(name, "ok", repr(value))

@@ -1,0 +1,103 @@
+"""Kernels loaded and launched ahead of a CUDA graph's capture, a memory profile or the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kda_tl.ops.example import example_inputs, op_named
+from kda_tl.ops.explain import PLANNERS
+from kda_tl.ops.plan import Plan
+from kda_tl.runtime import dispatcher
+from kda_tl.runtime.errors import ArtifactMissing
+from kda_tl.runtime.warmup import launch_once
+from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.kernels import KernelSpec
+
+__all__ = ["warmup"]
+
+
+def warmup(
+    *what: str | Callable[..., Any] | KernelSpec | Plan, device: torch.device | str | int | None = None, **options: Any
+) -> list[str]:
+    """Verifies, loads and launches kernels once, on a few kilobytes of zeros, and waits for them.
+
+    A later call of the same kernels reads no file, loads no module and compiles nothing, on any stream and thread, and may be
+    captured in a CUDA graph. Nothing is compiled here either, unless KDA_TL_ON_MISS=build says that a miss is built. On a GPU
+    that runs an artifact through its PTX, this is where the driver compiles it. One call serves one device.
+
+    Args:
+        what: any of these; with none, every kernel of the default set that a registry holds for the device.
+            An op or its name: called with one token, so that torch's side of it is warm as well.
+            A spec: its kernel alone.
+            A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
+        device: default the current CUDA device, or the cpu where there is none.
+        options: keyword arguments of the ops, e.g. use_qk_l2norm_in_kernel=True.
+
+    Returns:
+        What was launched: keys of specs, names of ops.
+
+    Raises:
+        ArtifactMissing: no registry holds a kernel that was asked for, or any at all.
+        RuntimeError: a CUDA graph is being captured.
+        TypeError, ValueError: `what` is none of the above, or options came without an op.
+        and what a call raises: UnsupportedDevice, DriverTooOld, DamagedArtifact, EnvironmentConflict.
+    """
+    where = _device(device)
+    if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("warmup must come before a CUDA graph is captured, not during it")
+    arch = dispatcher.device_arch(where)
+    if options and not any(isinstance(item, str) or _is_op(item) for item in what):
+        raise ValueError(f"options are for ops, and none was named: got {', '.join(sorted(options))}")
+    done: list[str] = []
+    for item in what or _held(arch):
+        if isinstance(item, KernelSpec):
+            launch_once(item, arch, where)
+            done.append(item.key)
+        elif isinstance(item, Plan):
+            if item.arch != arch:
+                raise ValueError(f"the plan is one for {item.arch}, and {where} runs {arch}")
+            for launch in item.launches:
+                launch_once(launch.spec, arch, where)
+                done.append(launch.spec.key)
+        elif isinstance(item, str) or _is_op(item):
+            done.append(_call(item, arch, where, options))
+        else:
+            raise TypeError(f"what must be ops, names of ops, specs and plans, got {type(item).__name__}")
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    return done
+
+
+def _is_op(item: object) -> bool:
+    return callable(item) and not isinstance(item, KernelSpec | Plan | type)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    # Kernels are kept by device, and the tensors of a call name theirs in full.
+    return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
+
+
+def _held(arch: str) -> list[KernelSpec]:
+    held = [spec for spec in default_specs(arch) if dispatcher.choose(spec, arch).path is not None]
+    if not held:
+        reason = dispatcher.choose(default_specs(arch)[0], arch).reason
+        raise ArtifactMissing(f"no artifacts for {arch} ({reason}): run `kda-tl build --arch {arch}`")
+    return held
+
+
+def _call(op: str | Callable[..., Any], arch: str, device: torch.device, options: dict[str, Any]) -> str:
+    name = op if isinstance(op, str) else op.__name__
+    if name not in PLANNERS:
+        raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
+    function = op_named(name)
+    dtype = torch.float32 if arch == "cpu" else torch.bfloat16
+    inputs = example_inputs(function, dtype=dtype, device=device, real=True)
+    with torch.no_grad():
+        function(**{**inputs, **options})
+    return name

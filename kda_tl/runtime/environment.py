@@ -1,0 +1,51 @@
+"""The environment variables that a call obeys, and when it looks at them.
+
+KDA_TL_REGISTRY and KDA_TL_ARCH are honoured by the very next call after they change, so every call compares them; it compares
+them raw, since `os.environ.get` encodes and decodes on each read (0.4 us against 0.05 us). KDA_TL_ON_MISS is read where a
+kernel is not loaded yet, KDA_TL_NVTX where one is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+__all__ = ["VARIABLES", "arch_setting", "nvtx", "on_miss", "registry_setting"]
+
+VARIABLES = {
+    "KDA_TL_REGISTRY": "registry folders, searched before all others",
+    "KDA_TL_ARCH": "arch for cuda tensors, instead of the device's own",
+    "KDA_TL_ON_MISS": "error (default) or build: what a call does that finds no artifact",
+    "KDA_TL_NVTX": "1: ranges with the names of ops and kernels, for profilers",
+}
+"""Every variable that the runtime reads."""
+
+
+def _raw(name: str) -> Callable[[], object]:
+    """Reads one variable: None where it is not set, else something that changes when its value does."""
+    stored = getattr(os.environ, "_data", None)
+    if isinstance(stored, dict):
+        return partial(stored.get, os.environ.encodekey(name))
+    return partial(os.environ.get, name)
+
+
+registry_setting = _raw("KDA_TL_REGISTRY")
+arch_setting = _raw("KDA_TL_ARCH")
+
+
+def on_miss() -> str:
+    """KDA_TL_ON_MISS: "error" or "build". Raises ValueError for anything else."""
+    return _one_of("KDA_TL_ON_MISS", {"": "error", "error": "error", "build": "build"})
+
+
+def nvtx() -> bool:
+    """KDA_TL_NVTX: whether kernels run inside named ranges. Raises ValueError for anything but 0 and 1."""
+    return _one_of("KDA_TL_NVTX", {"": "0", "0": "0", "1": "1"}) == "1"
+
+
+def _one_of(name: str, allowed: dict[str, str]) -> str:
+    value = os.environ.get(name, "")
+    if value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(filter(None, allowed))}, got {value!r}")
+    return allowed[value]

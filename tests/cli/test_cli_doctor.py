@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kda_tl.cli import doctor
+from kda_tl.runtime import dispatcher, driver
+from kda_tl.specs.archs import ARCHS
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(roots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no variables, two empty registry folders, and nvcc where nobody looks."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("KDA_TL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "default_root", lambda: roots[0])
+    monkeypatch.setattr(doctor, "find_nvcc", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "cuda_version", lambda: None)
+    monkeypatch.setattr(driver, "driver_version", lambda: None)
+
+
+def checks(run, code: int | None = None) -> list[dict[str, str]]:
+    result = run("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert all(set(check) == {"subject", "status", "detail", "fix"} for check in found)
+    assert {check["status"] for check in found} <= {"ok", "warning", "problem"}
+    assert result.exit_code == int(any(check["status"] == "problem" for check in found))
+    if code is not None:
+        assert result.exit_code == code, result.stdout
+    return found
+
+
+def only(found: list[dict[str, str]], subject: str) -> dict[str, str]:
+    (check,) = [check for check in found if check["subject"] == subject]
+    return check
+
+
+def test_a_machine_without_a_gpu(run, roots) -> None:
+    found = checks(run, 0)
+    assert only(found, "driver")["status"] == "warning" and only(found, "nvcc")["fix"]
+    assert "CPU build" in only(found, "torch")["detail"] or "CUDA" in only(found, "torch")["detail"]
+    cpu = only(found, "device cpu")
+    assert cpu["status"] == "warning" and cpu["fix"] == "kda-tl build --arch cpu" and "served by cpu, 0 of" in cpu["detail"]
+    assert only(found, "builds go to")["detail"] == str(roots[0])
+    assert [check["detail"].split(":")[0] for check in found if check["subject"] == "registry"] == [str(root) for root in roots]
+
+
+def test_the_lines_that_people_read(run, monkeypatch) -> None:
+    monkeypatch.setenv("KDA_TL_ON_MIS", "build")
+    result = run("doctor")
+    lines = result.output.splitlines()
+    line = next(number for number, text in enumerate(lines) if "KDA_TL_ON_MIS" in text)
+    assert lines[line].startswith("warning") and "-> unset KDA_TL_ON_MIS, and set KDA_TL_ON_MISS" in lines[line + 1]
+    assert lines[-1] == f"0 problems, {sum(text.startswith('warning') for text in lines)} warnings"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status", "fix"),
+    [
+        ("apache-tvm", "0.25.0", "problem", "pip uninstall apache-tvm"),
+        ("apache-tvm-ffi", None, "problem", "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"),
+        ("apache-tvm-ffi", "0.1.13", "problem", "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"),
+        ("apache-tvm-ffi", "0.1.9", "problem", "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"),
+        ("apache-tvm-ffi", "0.1.11", "ok", ""),
+        ("apache-tvm-ffi", "0.1.12.post1", "ok", ""),
+        ("tilelang", None, "warning", "pip install 'kda-tl[build]'"),
+        ("tilelang", "0.1.14", "warning", "pip install tilelang==0.1.15"),
+        ("tilelang", "0.1.15+cu130", "ok", ""),
+    ],
+)
+def test_packages(run, monkeypatch, package: str, version: str | None, status: str, fix: str) -> None:
+    installed = metadata.version
+
+    def look(name: str) -> str:
+        if name != package:
+            return installed(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", look)
+    check = only(checks(run), package)
+    assert (check["status"], check["fix"]) == (status, fix) and (version is None or version in check["detail"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("KDA_TL_ARCH", "sm_86", "problem"),
+        ("KDA_TL_ARCH", "cpu", "problem"),
+        ("KDA_TL_ARCH", "sm_80", "ok"),
+        ("KDA_TL_ON_MISS", "bild", "problem"),
+        ("KDA_TL_ON_MISS", "build", "ok"),
+        ("KDA_TL_NVTX", "yes", "problem"),
+        ("KDA_TL_REGISTRY", "/nowhere", "ok"),
+        ("KDA_TL_SOMETHING_ELSE", "1", "warning"),
+        ("CXX", "g++", "ok"),
+    ],
+)
+def test_variables(run, monkeypatch, name: str, value: str, status: str) -> None:
+    monkeypatch.setenv(name, value)
+    check = only(checks(run), name)
+    assert check["status"] == status and repr(value) in check["detail"] and bool(check["fix"]) == (status != "ok")
+
+
+def test_registries(run, roots, fill, monkeypatch) -> None:
+    registry = fill(roots[1])
+    found = [check for check in checks(run, 0) if check["subject"] == "registry"]
+    assert found[1]["status"] == "ok" and "cpu 2, sm_90 1" in found[1]["detail"] and "writable" in found[1]["detail"]
+    monkeypatch.setenv("KDA_TL_REGISTRY", str(roots[0]))
+    first = next(check for check in checks(run, 0) if check["subject"] == "registry")
+    assert first["status"] == "warning" and "KDA_TL_REGISTRY names it" in first["detail"] and "--registry" in first["fix"]
+    shutil.rmtree(registry.root / "artifacts" / "cpu-one")
+    found = [check for check in checks(run, 1) if check["subject"] == "registry"]
+    assert found[1]["status"] == "problem" and "1 listed, but gone" in found[1]["detail"] and "--arch cpu" in found[1]["fix"]
+    (registry.root / "manifest" / "cpu.json").write_text("{")
+    found = checks(run, 1)
+    assert "is damaged" in [check for check in found if check["subject"] == "registry"][1]["detail"]
+    assert only(found, "device cpu")["status"] == "problem"
+
+
+def test_quarantine_is_mentioned(run, roots, fill) -> None:
+    registry = fill(roots[0])
+    (registry.root / "quarantine" / "x-1").mkdir(parents=True)
+    first = next(check for check in checks(run, 0) if check["subject"] == "registry")
+    assert first["status"] == "warning" and first["fix"] == f"rm -r {roots[0] / 'quarantine'}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "device", "words"),
+    [
+        ((9, 0), 13000, "warning", "served by sm_90, 0 of"),
+        ((12, 0), 13000, "warning", "through PTX: right, not tuned; served by sm_89"),
+        ((7, 5), 13000, "problem", "no arch serves"),
+        ((9, 0), 12040, "warning", "served by sm_90"),
+    ],
+)
+def test_a_gpu(run, monkeypatch, capability: tuple[int, int], cuda: int, device: str, words: str) -> None:
+    properties = SimpleNamespace(name="mock GPU", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(driver, "cuda_version", lambda: cuda)
+    dispatcher._archs.clear()
+    try:
+        found = checks(run)
+    finally:
+        dispatcher._archs.clear()
+    check = only(found, "device cuda:0")
+    assert check["status"] == device and words in check["detail"] and "mock GPU" in check["detail"] and check["fix"]
+    old = cuda < 13000
+    assert only(found, "driver")["status"] == ("problem" if old else "ok")
+    assert not old or ("R580" in only(found, "driver")["fix"] and "CUDA 12.4" in only(found, "driver")["detail"])
+
+
+def test_a_gpu_that_torch_cannot_use(run, monkeypatch) -> None:
+    monkeypatch.setattr(driver, "cuda_version", lambda: 13000)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert only(checks(run, 0), "device")["fix"] == "install a CUDA build of torch"
+
+
+def test_nvcc_is_found_without_tilelang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert doctor.find_nvcc() == str(nvcc)
+
+
+@pytest.mark.parametrize(("line", "status"), [("Build cuda_13.0.r13.0/c", "ok"), ("Build cuda_12.4.r12.4/c", "warning")])
+def test_the_version_of_nvcc(run, monkeypatch, line: str, status: str) -> None:
+    from kda_tl.compiler import toolchain
+
+    monkeypatch.setattr(doctor, "find_nvcc", lambda: "/opt/nvcc")
+    monkeypatch.setattr(toolchain, "version_line", lambda path: line)
+    check = only(checks(run), "nvcc")
+    assert check["status"] == status and line in check["detail"]
+
+
+def test_the_driver_that_is_needed_is_the_archs() -> None:
+    assert {row.min_driver for row in ARCHS.values() if not row.is_cpu} == {580}
+
+
+def test_every_variable_that_something_reads_is_known() -> None:
+    root = Path(doctor.__file__).resolve().parents[1]
+    used = {name for path in root.rglob("*.py") for name in re.findall(r"\bKDA_TL_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert used <= set(doctor.KNOWN_VARIABLES)

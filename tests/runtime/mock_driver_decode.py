@@ -1,0 +1,72 @@
+# ruff: noqa: E402
+"""Runs in a process of its own, with the mock driver on the library path: the decode ops on host memory that claims to lie on
+cuda:0, with the artifacts of ARCH from REGISTRY. Prints one JSON line: what each call raised, or null."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA build of torch would
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+
+import torch
+import tvm_ffi
+from decode_cases import CASES, OPS, make_decode_inputs
+
+from kda_tl.registry import Registry
+from kda_tl.runtime import dispatcher
+from kda_tl.runtime.loader import load
+
+KDL_CUDA = 2
+
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.restype = ctypes.c_void_p
+capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+class OnDevice:
+    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return KDL_CUDA, 0
+
+    def __dlpack__(self, **_: object) -> object:
+        capsule = self.tensor.__dlpack__()
+        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        ctypes.c_int32.from_address(device).value = KDL_CUDA
+        return capsule
+
+
+def main() -> None:
+    registry, arch = Registry(sys.argv[1]), sys.argv[2]
+
+    def kernel(spec: Any, arch_name: str, device: torch.device) -> Any:
+        path = registry.find(arch_name, spec.key)
+        assert path is not None, spec.key
+        function = load(registry, path, arch_name, spec.key)
+        return lambda *a: function(*(tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in a))
+
+    dispatcher.device_arch = lambda device: arch
+    dispatcher.kernel = kernel
+    raised: dict[str, str | None] = {}
+    for case in CASES:
+        for dtype in (torch.float32, torch.bfloat16):
+            case = replace(case, state_dtype=dtype)
+            x = make_decode_inputs(case, "cpu", 0).args
+            try:
+                OPS[case.rule](**x)
+                raised[f"{case.name} {dtype}"] = None
+            except Exception as error:
+                raised[f"{case.name} {dtype}"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(raised))
+
+
+main()

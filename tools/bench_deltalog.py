@@ -1,0 +1,190 @@
+"""Times DeltaLog decode as a server runs it, each kernel checked before it is timed.
+
+    python tools/bench_deltalog.py prepare DIR               anywhere: builds every variant for sm_90 into DIR
+    python tools/bench_deltalog.py measure [DIR] [--out F]   on the device: needs torch and apache-tvm-ffi only
+
+One token per request, bfloat16 activations, K = V = 128, 32 value heads; gate, l2 norm and sigmoid in the kernel. A CUDA graph
+holds a whole merge cycle of four layers, whose buffers rotate so that nothing is served from L2, with cursors staggered over
+the requests; printed is the median over replays, in milliseconds per layer and step. The floor is the step's traffic at the
+faster of a copy and a read-only stream, both measured in the same run. Without DIR, the registry of the search path is
+measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+import torch  # noqa: E402
+from chunk_kda_cases import relative_error  # noqa: E402
+from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
+
+from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
+from kda_tl.specs.deltalog import DeltaLogDecodeSchedule, deltalog_default_specs  # noqa: E402
+
+ARCH, HV, K, V, LAYERS = "sm_90", 32, 128, 128, 4
+HEADS = {"kda": 32, "gdn": 16, "rwkv6": 32}
+BASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VARIANTS = {
+    "v32-t128-b4": {"block_v": 32, "threads": 128, "min_blocks": 4},
+    "v32-t128-b5": {"block_v": 32, "threads": 128, "min_blocks": 5},
+    "v32-t256-b3": {"block_v": 32, "threads": 256, "min_blocks": 3},
+    "v64-t128-b4": {"block_v": 64, "threads": 128, "min_blocks": 4},
+    "v64-t256-b2": {"block_v": 64, "threads": 256, "min_blocks": 2},
+    "v128-t256-b2": {"block_v": 128, "threads": 256, "min_blocks": 2},
+}
+
+
+def prepare(root: Path) -> None:
+    from kda_tl.compiler.build import build
+    from kda_tl.registry import Registry
+
+    specs = deltalog_default_specs(is_cpu=False)
+    for name, fields in VARIANTS.items():
+        schedules: dict[Any, Any] = {
+            spec: DeltaLogDecodeSchedule(**fields) for spec in specs if spec.kernel == "deltalog_decode"
+        }
+        for result in build(ARCH, specs, Registry(root / name), schedules=schedules):
+            print(f"{name}: {result.spec.key} {result.seconds:.0f} s", flush=True)
+
+
+def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def bandwidths() -> tuple[float, float]:
+    """Bytes per second of a copy of 4 GiB (read and written), and of a read-only sum over as much."""
+    source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / (time_ms(lambda: target.copy_(source)) * 1e-3)
+    read = source.nbytes / (time_ms(lambda: source.sum()) * 1e-3)
+    return copy, read
+
+
+def step_bytes(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int) -> float:
+    """Traffic of one step of one layer: base, log, activations; cursors and indices are left out."""
+    decay = K if rule != "gdn" else 1
+    entry = 2 * K + 4 * V + 4 * decay
+    base = K * V * state_dtype.itemsize * (1 + 1 / merge_every)
+    log = entry * (merge_every - 1) / 2 + entry * (merge_every - 1) / merge_every
+    inputs = 2 * (2 * K * HEADS[rule] / HV + V + decay + V)
+    return batch * HV * (base + log + inputs)
+
+
+def inputs_of(rule: str, batch: int, seed: int) -> dict[str, Any]:
+    return tokens(batch, 1, HEADS[rule], HV, rule, "bounded", "cuda", seed, fused=True)
+
+
+def check(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int | None, launches: int) -> float:
+    """The largest error of o and of the state over two merge cycles, for the first, a middle and the last request."""
+    made = {"state_dtype": state_dtype, "device": "cuda", "merge_every": merge_every, "launches": launches}
+    cache = DeltaLogCache(batch, HV, K, V, rule, **made)  # type: ignore[arg-type]
+    indices = torch.randperm(batch, device="cuda").to(torch.int32)
+    some = [0, batch // 2, batch - 1]
+    truth = torch.zeros(3, HV, K, V, dtype=torch.float64, device="cuda")
+    error = 0.0
+    for step in range(2 * cache.merge_every + 1):
+        x = inputs_of(rule, batch, step)
+        o = OPS[rule](**x, cache=cache, state_indices=indices)
+        few = {name: y[some] if isinstance(y, torch.Tensor) and y.shape[:1] == (batch,) else y for name, y in x.items()}
+        o_true, states = recurrence(rule, few, truth)
+        truth = states[-1]
+        error = max(error, relative_error(o[some], o_true) / 4e-3)
+    limit = 1e-4 if state_dtype == torch.float32 else 5e-3
+    error = max(error, relative_error(cache.read_state(indices[some].long()), truth) / limit)
+    if not error < 1:
+        raise SystemExit(f"{rule} {state_dtype}: error is {error:.2f} times its limit: not timed")
+    return error
+
+
+def measure_row(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int | None, launches: int) -> tuple[float, int]:
+    """Milliseconds per layer and step, and the interval."""
+    made = {"state_dtype": state_dtype, "device": "cuda", "merge_every": merge_every, "launches": launches}
+    caches = [DeltaLogCache(batch, HV, K, V, rule, **made) for _ in range(LAYERS)]  # type: ignore[arg-type]
+    calls = [inputs_of(rule, batch, seed) for seed in range(LAYERS)]
+    indices = [torch.randperm(batch, device="cuda").to(torch.int32) for _ in range(LAYERS)]
+    every = caches[0].merge_every
+    for cache in caches:
+        cache.base.normal_()
+
+    def cycle() -> None:
+        for _ in range(every):
+            for cache, x, slots in zip(caches, calls, indices):
+                OPS[rule](**x, cache=cache, state_indices=slots)
+
+    cycle()
+    cycle()  # past the first windows: from here on a step folds one request in `every`
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cycle()
+    return time_ms(graph.replay) / (every * LAYERS), every
+
+
+def measure(root: Path | None, options: argparse.Namespace) -> None:
+    copy, read = bandwidths()
+    rates = f"a copy moves {copy / 1e12:.2f} TB/s, a read-only stream {read / 1e12:.2f}"
+    print(f"{torch.cuda.get_device_name()}: {rates}; milliseconds")
+    print(f"{'variant':14s} {'rule':6s} base launches every     B  error/limit     time    floor  times floor")
+    rows = []
+    for name in VARIANTS if root is not None else ["registry"]:
+        if root is not None:
+            os.environ["KDA_TL_REGISTRY"] = str(root / name)
+        for rule in options.rules:
+            for base in options.bases:
+                error = check(rule, BASES[base], 64, options.merge_every, options.launches)
+                for batch in options.batches:
+                    ms, every = measure_row(rule, BASES[base], batch, options.merge_every, options.launches)
+                    floor = step_bytes(rule, BASES[base], batch, every) / max(copy, read) * 1e3
+                    row = {"variant": name, "rule": rule, "base": base, "launches": options.launches, "merge_every": every}
+                    rows.append({**row, "batch": batch, "error_of_limit": error, "ms": ms, "floor_ms": floor})
+                    print(
+                        f"{name:14s} {rule:6s} {base:4s} {options.launches:8d} {every:5d} {batch:5d} {error:12.2f} {ms:8.4f} "
+                        f"{floor:8.4f} {ms / floor:12.2f}",
+                        flush=True,
+                    )
+    if options.out is not None:
+        content = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": copy, "read_bytes_per_s": read, "rows": rows}
+        options.out.write_text(json.dumps(content, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("prepare", "measure"))
+    parser.add_argument("dir", type=Path, nargs="?")
+    parser.add_argument("--rules", nargs="+", choices=list(OPS), default=list(OPS))
+    parser.add_argument("--bases", nargs="+", choices=list(BASES), default=list(BASES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--merge-every", type=int, help="default: the schedule's")
+    parser.add_argument("--launches", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.step == "measure":
+        with torch.no_grad():
+            measure(options.dir, options)
+    elif options.dir is None:
+        parser.error("prepare needs DIR")
+    else:
+        prepare(options.dir)
+
+
+if __name__ == "__main__":
+    main()
