@@ -21,6 +21,9 @@ sys.path.append(str(ROOT / "tests" / "gpu"))  # chunk_kda_cases, which the CPU t
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "tilelang: needs TileLang")
+    import torch
+
+    torch.set_num_threads(1)  # tensors here are small: threads that wait for each other take nine tenths of the time
 
 
 @functools.cache

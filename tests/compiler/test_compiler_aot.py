@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalog_parameters import DELTALOG_PARAMETERS
 
 from kda_tl.registry import Registry
 from kda_tl.specs.archs import ARCHS
@@ -177,7 +176,7 @@ def built_again(
 
 
 def chunk_scan(arch: str) -> KernelSpec:
-    (spec,) = (spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
+    spec = next(spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
     return spec
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from op_inputs import make
+from rule_inputs import NAMES, inputs
 
 import kda_tl
+from kda_tl.ops.explain import PREFILL_OPS
 from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -40,6 +42,22 @@ def test_the_plan_of_a_pack(cpu_kernels: Registry) -> None:
     slots = 150 // 64 + 3
     assert plan.workspace_bytes == 2 * slots * 64 * 64 * 4
     assert "3 packed sequences" in text and f"grid {slots} chunk slots" in text and "grid 4 sequences" in text
+
+
+@pytest.mark.parametrize("name", PREFILL_OPS)
+def test_every_op_has_a_plan(name: str, cpu_kernels: Registry) -> None:
+    function = PREFILL_OPS[name]
+    rule = function.op.name.removeprefix("chunk_")
+    x = {NAMES.get(rule, {}).get(field, field): tensor for field, tensor in inputs(rule, 1).items()}
+    x |= {"normalize": False} if rule == "linear_attention" else {}
+    try:
+        plan = kda_tl.explain(name, **x)
+    except NotImplementedError:  # for want of kernels, as the call itself
+        with pytest.raises(NotImplementedError):
+            function(**x)
+        return
+    assert plan.op == function.op.name and "1 sequence of 1 token," in str(plan) and "MISSING" not in str(plan)
+    assert str(kda_tl.explain(function, **x)) == str(plan)
 
 
 def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
