@@ -207,10 +207,10 @@ def test_a_failing_nvcc_is_quoted(build, broken, failing_compiler: Path, tmp_pat
 @needs_tilelang
 def test_errors_reach_the_caller_through_worker_processes(build, failing_compiler: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", str(failing_compiler))
-    other = ChunkScanSpec(head_dim_v=64, dtype="float32")
+    one, other = (DeltaLogPrepSpec(dtype="float32", capacity=capacity) for capacity in (8, 16))  # quickly traced
     with pytest.raises(BuildError) as caught:
-        build.build("cpu", [other, SCAN], Registry(tmp_path / "registry"), jobs=2)
-    assert other.key in str(caught.value) and SCAN.key in str(caught.value) and "no luck" in str(caught.value)
+        build.build("cpu", [one, other], Registry(tmp_path / "registry"), jobs=2)
+    assert one.key in str(caught.value) and other.key in str(caught.value) and "no luck" in str(caught.value)
 
 
 @needs_tilelang

@@ -16,9 +16,12 @@ from kda_tl.registry.locks import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The registry stands alone: without the package around it, and so without torch, a process starts at once.
 BUILDER = """
-import os, signal, sys, time
+import os, signal, sys, time, types
 from pathlib import Path
+package = sys.modules["kda_tl"] = types.ModuleType("kda_tl")
+package.__path__ = [os.path.join(os.environ["PYTHONPATH"].split(os.pathsep)[0], "kda_tl")]
 from kda_tl.registry import Registry, store
 
 registry = Registry(sys.argv[1])
