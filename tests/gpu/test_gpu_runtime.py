@@ -57,7 +57,7 @@ print("right")
 
 
 def test_a_first_call_may_be_captured_after_a_warm_up() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KDA_TL_ON_MISS": "error"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "KDA_TL_ON_MISS": "error"}
     ran = subprocess.run([sys.executable, "-c", CAPTURE], env=environment, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
 
