@@ -65,10 +65,10 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
             # As one segment, so that its length is the sequence's.
             locate_segment(block, tiles_v, HV, 1, T.truncdiv(seq_len, C) + 1, uniform, seq_len, num_seqs, cu_seqlens, C,
                            T.if_then_else(load_state != 0, indexed, 0), state_indices, null_index, initials, where)  # fmt: skip
-            first_v, value_head, sequence, length, state_slot = where[0] * block_v, where[1], where[2], where[6], where[9]
+            value_head, sequence, length, state_slot = where[1], where[2], where[6], where[9]
             tokens = segment_chunks * C
 
-            if length > 0 and state_slot >= 0:
+            if state_slot >= 0:
                 held = t.shared((2, K, block_v), "float32")
                 total = registers(t, threads, (rows, COLUMNS), "float32")
                 column = registers(t, threads, (2, AHEAD, rows), "float32")
@@ -84,11 +84,16 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
                         for e in unrolled(t, COLUMNS):
                             total[own(t, thread, r, e)] = 0.0
                             if starts != 0:
-                                total[own(t, thread, r, e)] = initial_state[state_slot, value_head, row + r, first_v + lane + e]
+                                total[own(t, thread, r, e)] = initial_state[
+                                    state_slot, value_head, row + r, where[0] * block_v + lane + e
+                                ]
+                        if delta:
+                            for e in vectorized(t, COLUMNS):
+                                held[0, row + r, lane + e] = total[own(t, thread, r, e)]
                         for e in vectorized(t, COLUMNS):
-                            held[0, row + r, lane + e] = total[own(t, thread, r, e)]
-                        for e in vectorized(t, COLUMNS):
-                            segment_states[sequence, 0, value_head, row + r, first_v + lane + e] = total[own(t, thread, r, e)]
+                            segment_states[sequence, 0, value_head, row + r, where[0] * block_v + lane + e] = total[
+                                own(t, thread, r, e)
+                            ]
                 for segment in T.serial(T.truncdiv(length - 1, tokens)):
                     if delta:
                         if not t.is_cpu:
@@ -98,7 +103,7 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
                             for r in unrolled(t, rows):
                                 for e in vectorized(t, COLUMNS):
                                     total[own(t, thread, r, e)] = biases[
-                                        sequence, segment, value_head, row + r, first_v + lane + e
+                                        sequence, segment, value_head, row + r, where[0] * block_v + lane + e
                                     ]
                             load_columns(t, transitions, column, 0, thread, 0, sequence, segment, value_head, row, rows)
                             for step in T.serial(K // (2 * AHEAD)):
@@ -122,7 +127,7 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
                             for r in unrolled(t, rows):
                                 for e in vectorized(t, COLUMNS):
                                     state_row[own(t, thread, e)] = biases[
-                                        sequence, segment, value_head, row + r, first_v + lane + e
+                                        sequence, segment, value_head, row + r, where[0] * block_v + lane + e
                                     ]
                                 for e in unrolled(t, COLUMNS):
                                     total[own(t, thread, r, e)] = (
@@ -136,9 +141,9 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
                                 for e in vectorized(t, COLUMNS):
                                     held[(segment + 1) % 2, row + r, lane + e] = total[own(t, thread, r, e)]
                             for e in vectorized(t, COLUMNS):
-                                segment_states[sequence, segment + 1, value_head, row + r, first_v + lane + e] = total[
-                                    own(t, thread, r, e)
-                                ]
+                                segment_states[sequence, segment + 1, value_head, row + r, where[0] * block_v + lane + e] = (
+                                    total[own(t, thread, r, e)]
+                                )
 
     return intracard_merge
 

@@ -87,8 +87,9 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
                 first_column = (where[0] - of_bias * tiles_k) * block_columns
                 for d, j in t.parallel(K, block_columns):
                     state[d, j] = T.if_then_else(of_bias == 0 and d == first_column + j, 1.0, 0.0)
-                for d in t.parallel(K):
-                    whole_decay[d] = 1.0
+                if not delta:
+                    for d in t.parallel(K):
+                        whole_decay[d] = 1.0
                 for chunk in T.serial(T.truncdiv(length + (C - 1), C)):
                     start = first + chunk * C
                     rows = T.min(C, length - chunk * C)

@@ -6,6 +6,7 @@ chunk_scan walks all segments at once (derivation: `kda_tl.reference.affine`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ __all__ = [
     "IntracardPreScanSchedule",
     "IntracardPreScanSpec",
     "intracard_specs",
+    "ships",
 ]
 
 
@@ -76,13 +78,15 @@ class IntracardMergeSpec(KernelSpec):
 @dataclass(frozen=True)
 class IntracardPreScanSchedule(Schedule):
     """Attributes:
+    variant: "plain" runs on every arch.
     threads: per block; a multiple of 128 (warpgroups).
     block: columns of M or of B that one block walks with.
     """
 
     kernel: ClassVar[str] = "intracard_pre_scan"
+    variant: str = "plain"
     threads: int = 128
-    block: int = 64
+    block: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +124,16 @@ def intracard_specs(is_cpu: bool) -> list[KernelSpec]:
             specs.append(IntracardPreScanSpec(64, 64, 64, dtype, True))
     specs += [IntracardMergeSpec(size, size, delta=delta) for size, delta in ((128, True), (128, False), (64, True))]
     return specs
+
+
+@functools.cache
+def _shipped(is_cpu: bool) -> frozenset[KernelSpec]:
+    return frozenset(intracard_specs(is_cpu))
+
+
+def ships(pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, is_cpu: bool) -> bool:
+    """Whether both are in the default set."""
+    return {pre_scan, merge} <= _shipped(is_cpu)
 
 
 KERNEL_SPECS.update({spec.kernel: spec for spec in (IntracardPreScanSpec, IntracardMergeSpec)})
