@@ -143,9 +143,11 @@ def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     scan = _steps(work, segments * work.HV * device.scan_tiles, segment_chunks, device) * device.scan_chunk_us
     if segment_chunks >= work.longest:
         return scan
-    mapped = segments - (work.N if work.chunks is None or work.dense else sum(n > 0 for n in work.chunks))
+    alike = work.chunks is None or work.dense
+    mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
+    merged = work.N if alike else sum(n > segment_chunks for n in work.chunks or ())
     pre_scan = _steps(work, mapped * work.HV * device.pre_scan_tiles, segment_chunks, device) * device.pre_scan_chunk_us
-    rounds = -(-work.N * work.HV * device.merge_tiles // (2 * device.multiprocessors))
+    rounds = -(-merged * work.HV * device.merge_tiles // (2 * device.multiprocessors))
     merge = (-(-work.longest // segment_chunks) - 1) * MERGE_SEGMENT_US * rounds
     return scan + pre_scan + merge + EXTRA_LAUNCHES_US
 
