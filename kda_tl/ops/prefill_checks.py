@@ -76,6 +76,8 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
         raise TypeError(f"{op.name} has no argument {min(unknown)!r}")
     if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size not in CHUNK_SIZES):
         raise ValueError(f"chunk_size must be {' or '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
+    if a.intracard_segments is not None:
+        _check_segments(a.intracard_segments)
     if a.scale is not None:
         _check_number("scale", a.scale, "a number, or None for K ** -0.5")
     if a.lower_bound is not None:
@@ -95,6 +97,13 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
         raise ValueError("state_indices needs initial_state, the pool [slots, HV, K, V] that they point into")
     elif a.null_index is not None and (isinstance(a.null_index, bool) or not isinstance(a.null_index, (int, torch.SymInt))):
         raise TypeError(f"null_index must be an int or None, got {type(a.null_index).__name__}")
+
+
+def _check_segments(segments: object) -> None:
+    if isinstance(segments, bool) or not isinstance(segments, (int, torch.SymInt)):
+        raise TypeError(f"intracard_segments must be an int, or None for the plan's choice, got {type(segments).__name__}")
+    if segments < 1:
+        raise ValueError(f"intracard_segments must be at least 1 (a sequence in one piece), got {segments}")
 
 
 def _check_number(name: str, value: object, allowed: str) -> None:
