@@ -82,9 +82,6 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             assume_multiples(k_strides, 8)
             if per_key:
                 assume_multiples(g_strides, 8)
-                # wgmma takes swizzled tiles alone. Padded rows cost no address arithmetic, which the swizzles of eight levels of
-                # stores made 40 % of all instructions; mma reads them through ldmatrix, without bank conflicts.
-                T.annotate_pass_configs({"tl.disable_wgmma": True})
             where = T.alloc_local((6,), "int32")
             where[5] = T.truncdiv(block, HV)
             where[4] = block - where[5] * HV
@@ -109,8 +106,6 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 kk = t.shared((C, C), "float32")
                 qk = t.shared((C, C), "float32")
                 product = t.fragment((C, C // 2), "float32")
-                if not t.is_cpu:
-                    T.annotate_layout({left: padded_rows(C, K, operand_dtype), right: padded_rows(C // 2, K, operand_dtype)})
                 rate = T.alloc_var("float32", init=0.0)
 
                 if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
@@ -205,12 +200,6 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                         A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
 
     return chunk_wy
-
-
-def padded_rows(rows: int, columns: int, dtype: str) -> Any:
-    """Rows 16 bytes apart in banks: neither ldmatrix nor row-wise stores meet a conflict."""
-    stride = columns + (8 if dtype == "float16" else 4)
-    return T.Layout((rows, columns), lambda i, j: i * stride + j)
 
 
 @T.macro

@@ -17,6 +17,7 @@ from kda_tl.specs.kernels import KernelSpec
 __all__ = ["launch_once", "smallest_arguments"]
 
 ALIGNED = 16  # elements
+SIZES = {"V": 16}  # run-time sizes that a kernel takes in multiples only
 SLACK = 1 << 16  # bytes of zeros behind every tensor, for kernels that read whole tiles
 
 
@@ -64,13 +65,13 @@ _OPERATORS: Mapping[type, Any] = {
 
 
 def _with_ones(extent: str) -> int:
-    """The value of "4096 * HV" with every symbol 1."""
+    """The value of "4096 * HV" with every symbol 1, or what SIZES says."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.Name):
-            return 1
+            return SIZES.get(node.id, 1)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
         raise ValueError(f"extents are integers, names, + - * // and %, got {extent!r}")

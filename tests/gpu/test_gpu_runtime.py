@@ -36,7 +36,8 @@ CAPTURE = """
 import torch, kda_tl
 before = torch.cuda.memory_allocated()
 kda_tl.warmup("chunk_kda")
-assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() < before + (8 << 20)
+assert torch.cuda.memory_allocated() <= before + (64 << 10)  # placeholders, kept
+assert torch.cuda.max_memory_allocated() < before + (8 << 20)
 kda_tl.reset_counters()
 half = dict(device="cuda", dtype=torch.bfloat16)
 torch.manual_seed(0)
