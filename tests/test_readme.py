@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -61,7 +62,7 @@ def test_commands_and_their_options_exist(line: str) -> None:
         command = command.commands[words.pop(0)]
     options = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in words if word.startswith("-")} <= options
-    archs = {value for name, value in zip(words, words[1:]) if name == "--arch"}
+    archs = {value for name, value in itertools.pairwise(words) if name == "--arch"}
     assert archs <= set(ARCHS)
 
 
