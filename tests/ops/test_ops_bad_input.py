@@ -233,3 +233,87 @@ def test_a_linear_decay_is_refused_on_request(op: Subject, monkeypatch: pytest.M
     refused(op, {**x, name: linear}, f"^{name} must be a natural-log decay <= 0, got", ValueError)
     twice = torch.tensor([2, -1, 2, 1])
     refused(op, {**x, "state_indices": twice}, "^state_indices must (not name a slot twice|name every slot once)", ValueError)
+
+
+# -- what single ops take beside the common arguments ------------------------------------------------------------------------
+
+Z = torch.zeros(2, 1, 2, 64)
+STATE = torch.zeros(2, 2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("initial_state", "error", "message"),
+    [
+        ((STATE,), ValueError, r"initial_state must be a pair \(state, z\) with normalize, got 1 entries"),
+        ([STATE, Z], TypeError, "initial_state must be a torch.Tensor, got list"),
+        ((STATE[0, 0, 0, 0], None), ValueError, r"initial_state must have shape \[N, HV, K, V\]"),
+        ((STATE.to("meta"), Z), ValueError, "initial_state must be on cpu like q, got meta"),
+        ((STATE, Z.to("meta")), ValueError, "z, the second of initial_state, must be on cpu like q, got meta"),
+        ((STATE.int(), None), TypeError, "initial_state must have dtype bfloat16, float16, float32, got int32"),
+        ((None, Z[:, 0]), ValueError, r"z, the second of initial_state, must have shape \[N, 1, HV, K\]"),
+        ((None, 3), TypeError, "z, the second of initial_state, must be a torch.Tensor, got int"),
+    ],
+)
+def test_states_of_normalised_linear_attention(initial_state: Any, error: type[Exception], message: str) -> None:
+    q, v = torch.rand(2, 5, 1, 64), torch.rand(2, 5, 2, 64)
+    with pytest.raises(error, match=f"^{message}"):
+        kda_tl.chunk_linear_attention(q, q, v, initial_state=initial_state)
+    for wrong in (None, q[0]):
+        with pytest.raises((TypeError, ValueError), match=r"^q must "):
+            kda_tl.chunk_linear_attention(wrong, q, v, initial_state=(STATE, Z))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("g_gamma", "error", "message"),
+    [
+        (torch.zeros(3), ValueError, r"g_gamma must have shape \[HV\] = \[2\], got \[3\]"),
+        (torch.zeros(2).double(), TypeError, "g_gamma must have dtype bfloat16, float16, float32, got float64"),
+        (torch.zeros(2, device="meta"), ValueError, "all tensors must be on one device, got v on cpu, g_gamma on meta"),
+        ([0.0, 0.0], TypeError, "g_gamma must be a torch.Tensor, got list"),
+    ],
+)
+def test_a_decay_per_head(g_gamma: Any, error: type[Exception], message: str) -> None:
+    q, v = torch.rand(2, 5, 1, 64), torch.rand(2, 5, 2, 64)
+    with pytest.raises(error, match=f"^{message}"):
+        kda_tl.chunk_simple_gla(q, q, v, g_gamma=g_gamma)
+    with pytest.raises(ValueError, match=r"^v must have shape \[B, T, HV, V\]"):
+        kda_tl.chunk_simple_gla(q, q, v[0])
+
+
+def test_the_bonus_of_rwkv6_cannot_be_left_out() -> None:
+    q, v = torch.rand(2, 1, 1, 64), torch.rand(2, 1, 2, 64)
+    with pytest.raises(TypeError, match=r"^u must be a torch.Tensor, got NoneType"):
+        kda_tl.recurrent_rwkv6(q, q, v, -torch.rand(2, 1, 2, 64), None)  # type: ignore[arg-type]
+
+
+def test_derivatives_do_not_get_lost_in_a_cache() -> None:
+    import deltalog_cases
+    from torch.autograd import forward_ad
+
+    cache = kda_tl.DeltaLogCache(2, 2)
+    x = deltalog_cases.tokens(1, 1, 1, 2, "kda", "weak", "cpu", 0) | {"cache": cache, "state_indices": torch.tensor([1])}
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^v requires a gradient"):
+        kda_tl.deltalog_decode_kda(**{**x, "v": forward_ad.make_dual(x["v"], x["v"])})
+    state = torch.ones(1, 2, 128, 128, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^state requires a gradient"):
+        cache.write_state([0], state)
+    assert not cache.base.any() and not cache.lengths().any()
+    with torch.no_grad():
+        cache.write_state([0], state)
+    assert cache.base[0].all()
+
+
+@pytest.mark.parametrize("op", [op for op in SUBJECTS if op.name.startswith(("chunk", "recurrent"))], ids=lambda op: op.name)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_request_without_tokens_that_starts_from_nothing_clears_its_slot(op: Subject, packed: bool) -> None:
+    x = op.make()
+    tokens = [name for name in tensors(x) if x[name].dim() > 2 and name != "initial_state"]
+    for name in tokens:
+        x[name] = x[name][:, :0] if packed else x[name][:, :0].expand(4, *[-1] * (x[name].dim() - 1))
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        x[name] = torch.zeros(5, dtype=torch.int64) if packed else None
+    x |= {"state_indices": torch.tensor([3, -1, 0, 2]), "has_initial_state": torch.tensor([True, False, False, True])}
+    expected = x["initial_state"].clone()
+    expected[0] = 0.0
+    o, state = op.call(x)
+    assert o.numel() == 0 and same(state, expected)
