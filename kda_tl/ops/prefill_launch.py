@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments
-from kda_tl.ops.checks import host_offsets
+from kda_tl.ops.checks import host_offsets, narrowed
 from kda_tl.ops.intracard import SplitInfo, Work, device_of, multiprocessors, plan_split
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.plan import Launch, counted
@@ -185,7 +185,7 @@ def launch(
     pool = None
     if pooled and a.state_indices is not None:
         pool = Pool(
-            _as(a.state_indices, torch.int32).contiguous(),
+            narrowed(a.state_indices).contiguous(),
             -1 if a.null_index is None else int(a.null_index),
             None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
         )
