@@ -32,6 +32,10 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
     segment; every: 1 to map the last segment of a sequence too, 0 to leave its row, and those of segments that a sequence
     does not have, as they are.
     """
+    if schedule.variant == "warp_specialized":
+        from kda_tl.kernels import intracard_pre_scan_warp_specialized
+
+        return intracard_pre_scan_warp_specialized.program(spec, schedule, arch)
     t = TileTarget(arch)
     C, K, V, dtype, operand_dtype = (
         spec.chunk_size, spec.head_dim_k, spec.head_dim_v, spec.dtype, spec.operand_dtype,

@@ -78,22 +78,34 @@ class IntracardMergeSpec(KernelSpec):
 @dataclass(frozen=True)
 class IntracardPreScanSchedule(Schedule):
     """Attributes:
-    variant: "plain" runs on every arch.
-    threads: per block; a multiple of 128 (warpgroups).
+    variant: "plain" runs on every arch; "warp_specialized" has a role per warpgroup and runs on sm_90, for narrow dtypes.
+    threads: per block of the plain variant; a multiple of 128 (warpgroups). The other one has 384.
     block: columns of M or of B that one block walks with.
+    stages: warp_specialized: chunks in flight.
+    state_registers, value_registers, load_registers: warp_specialized: per thread of each role; a multiple of 8, 504
+        together at most.
     """
 
     kernel: ClassVar[str] = "intracard_pre_scan"
     variant: str = "plain"
     threads: int = 128
     block: int = 32
+    stages: int = 3
+    state_registers: int = 208
+    value_registers: int = 208
+    load_registers: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.variant not in ("plain", "warp_specialized"):
+            raise ValueError(f"variant must be plain or warp_specialized, got {self.variant!r}")
         if self.block not in (16, 32, 64):
             raise ValueError(f"block must be 16, 32 or 64, a divisor of K and V, got {self.block}")
         if self.threads % 128:
             raise ValueError(f"threads must be a multiple of 128, got {self.threads}")
+        registers = (self.state_registers, self.value_registers, self.load_registers)
+        if sum(registers) > 504 or any(count % 8 or not 24 <= count <= 240 for count in registers):
+            raise ValueError(f"registers must be multiples of 8 from 24 to 240, 504 together at most, got {registers}")
 
 
 @dataclass(frozen=True)
