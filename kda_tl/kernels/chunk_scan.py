@@ -146,15 +146,16 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                         peak = T.alloc_var("float32", init=0.0)
                         peak = 0.0
                         for i, j in t.parallel(C, block_v):
-                            peak = T.max(peak, T.abs(residual[i, j]))
+                            peak = T.max(peak, magnitude(t, residual[i, j]))
                         for d, j in t.parallel(K, block_v):
-                            peak = T.max(peak, T.abs(state[d, j]))
-                        peak = T.warp_reduce_max(peak)
-                        if T.get_thread_binding() % 32 == 0:
-                            peaks[T.get_thread_binding() // 32] = peak
-                        T.sync_threads()
-                        for w in list(range(threads // 32)):
-                            peak = T.max(peak, peaks[w])
+                            peak = T.max(peak, magnitude(t, state[d, j]))
+                        if not t.is_cpu:
+                            peak = T.warp_reduce_max(peak)
+                            if T.get_thread_binding() % 32 == 0:
+                                peaks[T.get_thread_binding() // 32] = peak
+                            T.sync_threads()
+                            for w in list(range(threads // 32)):
+                                peak = T.max(peak, peaks[w])
                         down = range_scale(peak)
                     for d, j in t.parallel(K, block_v):
                         state[d, j] = state[d, j] * down
@@ -201,3 +202,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                             o[batch, first + chunk * C + i, value_head, first_v + j] = 0.0
 
     return chunk_scan
+
+
+def magnitude(t: TileTarget, x: Any) -> Any:
+    """|x|, for which the C target has no instruction."""
+    return T.max(x, -x) if t.is_cpu else T.abs(x)
