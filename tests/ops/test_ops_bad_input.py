@@ -330,7 +330,8 @@ def test_a_tensor_without_memory_is_refused(op: Subject) -> None:
         if name in x:
             x[name] = torch.nn.functional.pad(x[name], (0, 0, 0, 0, 1, 1))[:, 1:-1]  # at an offset, and nobody else's
             x[name].untyped_storage().resize_(0)
-            refused(op, x, f"^{name} must have memory, got a Tensor whose storage is empty", ValueError)
+            called = "q" if name == "r" else name  # the kernel's word for it
+            refused(op, x, f"^{called} must have memory, got a Tensor whose storage is empty", ValueError)
 
 
 @pytest.mark.parametrize("op", [op for op in SUBJECTS if not op.name.startswith("chunk")], ids=lambda op: op.name)
