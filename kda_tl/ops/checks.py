@@ -42,6 +42,8 @@ def check_tensors(**tensors: object) -> None:
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Elements at strides in memory, which is all that a kernel can read."""
+    if isinstance(tensor, FakeTensor):
+        raise TypeError(f"{name} must have memory, got a FakeTensor: this op cannot be traced, call it outside of the graph")
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "a nested tensor" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name} must be a dense, strided tensor, got {kind}")

@@ -317,3 +317,30 @@ def test_a_request_without_tokens_that_starts_from_nothing_clears_its_slot(op: S
     expected[0] = 0.0
     o, state = op.call(x)
     assert o.numel() == 0 and same(state, expected)
+
+
+UNPADDED = [op for op in SUBJECTS if not op.name.startswith("chunk") or op.name.endswith("128") or "kda" in op.name]
+
+
+@pytest.mark.parametrize("op", UNPADDED, ids=lambda op: op.name)
+def test_a_tensor_without_memory_is_refused(op: Subject) -> None:
+    """A kernel would read address 0, or an offset from it. Where an op copies first, the copy is torch's to refuse."""
+    for name in ("q", "r", "k", "v"):
+        x = op.make()
+        if name in x:
+            x[name] = torch.nn.functional.pad(x[name], (0, 0, 0, 0, 1, 1))[:, 1:-1]  # at an offset, and nobody else's
+            x[name].untyped_storage().resize_(0)
+            called = "q" if name == "r" else name  # the kernel's word for it
+            refused(op, x, f"^{called} must have memory, got a Tensor whose storage is empty", ValueError)
+
+
+@pytest.mark.parametrize("op", [op for op in SUBJECTS if not op.name.startswith("chunk")], ids=lambda op: op.name)
+def test_ops_that_cannot_be_traced_say_so(op: Subject) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    for name in tensors(op.make()):
+        if name != "initial_state":
+            x = op.make()
+            x[name] = mode.from_tensor(x[name])
+            refused(op, x, rf"^{name} must have memory, got a FakeTensor: this op cannot be traced", TypeError)
