@@ -63,7 +63,7 @@ class Assignment(click.ParamType):
             return name, text
 
 
-EPILOG = f"""OP is one of {', '.join(PLANNERS)}.
+EPILOG = f"""OP is one of {", ".join(PLANNERS)}.
 
 \b
 Examples:
