@@ -159,6 +159,13 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
         "arch": plan.arch,
         "problem": dict(plan.problem),
         "workspace_bytes": plan.workspace_bytes,
+        "segments": None
+        if plan.split is None
+        else {
+            "per_sequence": plan.split.segments,
+            "chunks": plan.split.segment_chunks,
+            "reason": plan.split.reason,
+        },
         "launches": launches,
         "build": list(dict.fromkeys(missing)),
     }

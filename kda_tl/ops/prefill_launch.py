@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.checks import host_offsets, narrowed
+from kda_tl.ops.intracard import SplitInfo, Work, device_of, multiprocessors, plan_split
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
-from kda_tl.ops.prefill_kernels import GateOptions, Pool, Workspace, launch_chunk_scan, launch_chunk_wy
+from kda_tl.ops.prefill_kernels import (
+    GateOptions,
+    Maps,
+    Pool,
+    Segments,
+    Workspace,
+    launch_chunk_scan,
+    launch_chunk_wy,
+    launch_intracard_merge,
+    launch_intracard_pre_scan,
+)
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, gate_form
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, ships
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
 
-__all__ = ["launch", "launches", "takes_pool", "workspace_bytes"]
+__all__ = ["launch", "launches", "split_of", "takes_pool", "workspace_bytes"]
 
 Scans = tuple[tuple[int, int, ChunkScanSpec], ...]
 
@@ -49,6 +63,51 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
     return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
 
 
+@functools.lru_cache(maxsize=256)
+def _intracard_specs(scan: ChunkScanSpec) -> tuple[IntracardPreScanSpec, IntracardMergeSpec]:
+    """What cuts the sequences that `scan` walks."""
+    K, V, C = scan.head_dim_k, scan.head_dim_v, scan.chunk_size
+    return IntracardPreScanSpec(K, V, C, scan.dtype, scan.delta), IntracardMergeSpec(K, V, C, delta=scan.delta)
+
+
+def split_of(problem: Problem, a: Arguments | None = None) -> SplitInfo:
+    """How the sequences of a call are cut: `kda_tl.ops.intracard`.
+
+    Raises:
+        ValueError: intracard_segments asks for more than 1 where no kernels for that ship.
+    """
+    if not problem.arch:  # fake tensors: nothing will be launched
+        return SplitInfo(1, 1, "there is no device")
+    forced = None if a is None or a.intracard_segments is None else int(a.intracard_segments)
+    whole = -(-problem.T // CHUNK_SIZE)
+    if forced == 1 or problem.N == 0 or problem.T == 0:
+        return SplitInfo(1, max(whole, 1), "intracard_segments=1" if forced == 1 else "there is nothing to cut")
+    is_cpu = problem.arch == "cpu"
+    if is_cpu and forced is None:
+        return SplitInfo(1, whole, "the cpu runs one block after another")
+    _, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    for _, _, scan in scans:
+        if not ships(*_intracard_specs(scan), is_cpu):
+            missing = f"no kernels that cut K = {scan.head_dim_k}, V = {scan.head_dim_v} in {scan.dtype}"
+            missing += " with the delta correction" if scan.delta else " without the delta correction"
+            if forced is not None:
+                raise ValueError(f"intracard_segments must be None or 1 here, there are {missing}, got {forced}")
+            return SplitInfo(1, whole, f"there are {missing}")
+    if not problem.packed:
+        work = Work(problem.N, problem.HV, whole, whole * problem.N, (whole,))
+    else:
+        offsets = None if a is None or a.cu_seqlens is None else host_offsets(a.cu_seqlens, a.cu_seqlens_cpu)
+        if offsets is None:
+            work = Work(problem.N, problem.HV, whole, problem.slots, None, dense=False)
+        else:
+            chunks = tuple(-(-(last - first) // CHUNK_SIZE) for first, last in itertools.pairwise(offsets))
+            work = Work(problem.N, problem.HV, max(chunks), sum(chunks), chunks, dense=False)
+    scan = scans[0][2]
+    device = torch.device("cpu") if a is None else a.q.device
+    count = multiprocessors(device, problem.arch)
+    return plan_split(work, device_of(scan, *_intracard_specs(scan), problem.arch, count), forced)
+
+
 def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]:
     """What `launch` launches, in order."""
     state_dtype = a.initial_state.dtype if a is not None and a.initial_state is not None and takes_pool(problem, a) else None
@@ -57,24 +116,43 @@ def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]
     )
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
-    return (
-        Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}"),
-        *(Launch(scan, f"{sequences} x {heads} x V tiles") for _, _, scan in scans),
-    )
+    found = [Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}")]
+    segments = split_of(problem, a).segments
+    for _, _, scan in scans:
+        if segments > 1:
+            pre_scan, merge = _intracard_specs(scan)
+            own = counted(problem.N, "sequence")
+            cuts = counted(segments - 1, "segment")
+            found.append(Launch(pre_scan, f"{own} x {cuts} x {heads} x tiles of {'K + V' if scan.delta else 'V'}"))
+            found.append(Launch(merge, f"{own} x {heads} x V tiles"))
+            found.append(Launch(scan, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles"))
+        else:
+            found.append(Launch(scan, f"{sequences} x {heads} x V tiles"))
+    return tuple(found)
 
 
-def workspace_bytes(problem: Problem) -> int:
-    wy, _, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+def workspace_bytes(problem: Problem, a: Arguments | None = None) -> int:
+    """Of chunk_wy's results, and of one run over V what lies between its segments."""
+    wy, scans, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
     per_head = Workspace.bytes_per_slot_and_head(wy.head_dim_k, operand_dtype.itemsize, problem.rule.delta)
-    return problem.slots * problem.HV * per_head
+    segments, own = split_of(problem, a).segments, 0
+    if segments > 1:
+        K, V = wy.head_dim_k, max(scan.head_dim_v for _, _, scan in scans)
+        own = 4 * problem.N * problem.HV * K * ((segments - 1) * (V + (K if problem.rule.delta else 1)) + segments * V)
+    return problem.slots * problem.HV * per_head + own
 
 
 def takes_pool(problem: Problem, a: Arguments) -> bool:
-    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered."""
+    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered.
+
+    Not where sequences are cut: the block that ends one could overwrite a slot before the block that begins it has read it.
+    """
     pool = a.initial_state
     if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
         return False
-    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+    if problem.K != 128 or problem.V != 128 or _name(pool.dtype) not in POOL_DTYPES[_name(problem.kernel_dtype)]:
+        return False
+    return split_of(problem, a).segments == 1
 
 
 def launch(
@@ -102,11 +180,12 @@ def launch(
     scale = problem.K**-0.5 if a.scale is None else float(a.scale)
     device = q.device
     offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    split = split_of(problem, a)
     workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
     pool = None
     if pooled and a.state_indices is not None:
         pool = Pool(
-            _as(a.state_indices, torch.int32).contiguous(),
+            narrowed(a.state_indices).contiguous(),
             -1 if a.null_index is None else int(a.null_index),
             None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
         )
@@ -129,9 +208,13 @@ def launch(
                     out_kernel = state_out.new_empty((*state_out.shape[:2], K, spec.head_dim_v))
             if states_run is not None and not (states_run.is_contiguous() and added == missing == 0):
                 states_kernel = states_run.new_empty((*states_run.shape[:2], K, spec.head_dim_v))
+            v_kernel = _readable(_padded(v_run, added))
+            segments = None
+            if split.segments > 1:
+                segments = _segments(problem, spec, split, v_kernel, workspace, offsets, state_in)
             launch_chunk_scan(
-                dispatcher.kernel(spec, problem.arch, device), _readable(_padded(v_run, added)), workspace, o_kernel, scale,
-                offsets, state_in, out_kernel, state_dtype=state_dtype, pool=pool, states=states_kernel,
+                dispatcher.kernel(spec, problem.arch, device), v_kernel, workspace, o_kernel, scale, offsets, state_in,
+                out_kernel, state_dtype=state_dtype, pool=pool, segments=segments, states=states_kernel,
             )  # fmt: skip
             if o_kernel is not o_run:
                 o_run.copy_(o_kernel[..., :columns])
@@ -139,6 +222,22 @@ def launch(
                 state_out.copy_(out_kernel[..., : problem.K, :columns])
             if states_run is not None and states_kernel is not None and states_kernel is not states_run:
                 states_run.copy_(states_kernel[..., : problem.K, :columns])
+
+
+def _segments(
+    problem: Problem, scan: ChunkScanSpec, split: SplitInfo, v: Tensor, workspace: Workspace, offsets: Tensor | None,
+    initial_state: Tensor | None,
+) -> Segments:  # fmt: skip
+    """The state before every segment, by two launches."""
+    pre_scan, merge = _intracard_specs(scan)
+    N, HV, K, V, device = problem.N, problem.HV, scan.head_dim_k, scan.head_dim_v, v.device
+    maps = Maps.empty(N, split.segments - 1, HV, K, V, scan.delta, device)
+    segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
+    kernel = dispatcher.kernel(pre_scan, problem.arch, device)
+    launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
+    kernel = dispatcher.kernel(merge, problem.arch, device)
+    launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
+    return segments
 
 
 def _options(problem: Problem, a: Arguments, missing: int) -> GateOptions:

@@ -11,7 +11,7 @@ from kda_tl.ops.example import example_inputs, op_named
 from kda_tl.ops.explain import PLANNERS
 from kda_tl.ops.plan import Plan
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.errors import ArtifactMissing
+from kda_tl.runtime.errors import ArtifactMissing, UnsupportedDevice
 from kda_tl.runtime.warmup import launch_once
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import KernelSpec
@@ -78,7 +78,12 @@ def _is_op(item: object) -> bool:
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except RuntimeError:  # torch lists what it can name, and asks for an accelerator where a number stands alone
+        raise ValueError(f"device must be a CUDA device or the cpu, got {device!r}") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedDevice(f"device {where} is not here: torch sees no CUDA device")
     # Kernels are kept by device, and the tensors of a call name theirs in full.
     return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
 

@@ -1,4 +1,4 @@
-"""The default set compiled ahead of time for every GPU arch: resources, metadata, reproducible bytes."""
+"""Programs compiled ahead of time, for every GPU arch and the cpu: resources, metadata, reproducible bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_specs import CUDA_ARCHS, built_specs
+from kernel_parameters import expected_parameters
 
 from kda_tl.registry import Registry
 from kda_tl.specs.archs import ARCHS
@@ -18,57 +20,8 @@ from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import schedule_for
 
-CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
-KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in [*CUDA_ARCHS, "cpu"] for spec in default_specs(arch)]
+KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in [*CUDA_ARCHS, "cpu"] for spec in built_specs(arch)]
 CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.values[0] in CUDA_ARCHS]
-
-# Name -> dimensions, in call order; scalars have none. dtype None: of the spec. Spelled out here, since ops call by position.
-PARAMETERS: dict[str, dict[str, tuple[int, str | None]]] = {
-    "chunk_wy": {
-        "q": (4, None),
-        "k": (4, None),
-        "g": (4, "float32"),
-        "beta": (3, "float32"),
-        "cu_seqlens": (1, "int32"),
-        "A_inv": (4, "operand"),
-        "P": (4, "operand"),
-        "uniform": (0, "int32"),
-    },
-    "chunk_scan": {
-        "q": (4, None),
-        "k": (4, None),
-        "v": (4, None),
-        "g": (4, "float32"),
-        "cu_seqlens": (1, "int32"),
-        "A_inv": (4, "operand"),
-        "P": (4, "operand"),
-        "o": (4, None),
-        "initial_state": (4, "float32"),
-        "final_state": (4, "float32"),
-        "scale": (0, "float32"),
-        "uniform": (0, "int32"),
-        "has_initial_state": (0, "int32"),
-        "store_final_state": (0, "int32"),
-    },
-    "recurrent_decode": {
-        **dict.fromkeys(("q", "k", "v", "g"), (4, None)),
-        "g_wide": (4, "float32"),
-        "beta": (3, None),
-        "beta_wide": (3, "float32"),
-        "A_log": (1, "float32"),
-        "dt_bias": (2, "float32"),
-        "bonus": (2, "float32"),
-        "cu_seqlens": (1, "int32"),
-        "state_indices": (1, "int32"),
-        "starts": (1, "uint8"),
-        "o": (4, None),
-        "state_in": (4, "state"),
-        "state_out": (4, "state"),
-        "N": (0, "int32"),
-        **dict.fromkeys(("scale", "lower_bound"), (0, "float32")),
-        **dict.fromkeys(("flags", "gate_form", "beta_form", "null_index"), (0, "int32")),
-    },
-}
 
 Built = Callable[[str], Registry]
 
@@ -108,13 +61,9 @@ def test_metadata_is_complete(built: Built, arch: str, spec: KernelSpec) -> None
     assert all(meta["versions"].values())
     assert meta.get("min_driver") == (None if is_cpu else 580)
 
-    expected = PARAMETERS[spec.kernel + ("_append" if getattr(spec, "prepared", False) else "")]
-    assert [parameter["name"] for parameter in meta["parameters"]] == list(expected)
-    for parameter in meta["parameters"]:
-        dimensions, dtype = expected[parameter["name"]]
-        own = {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype, "state": spec.as_dict().get("state_dtype")}
-        assert parameter["dtype"] == own.get(dtype, dtype)
-        assert len(parameter.get("shape", ())) == len(parameter.get("strides", ())) == dimensions
+    found = {p["name"]: (len(p.get("shape", ())), p["dtype"]) for p in meta["parameters"]}
+    assert list(found.items()) == list(expected_parameters(spec).items())
+    assert all(len(p.get("shape", ())) == len(p.get("strides", ())) for p in meta["parameters"])
 
     source = "kernel.c" if is_cpu else "kernel.cu"
     assert set(meta["files"]) == {"lib.so", source} == {file.name for file in path.iterdir()} - {"meta.json"}
@@ -141,7 +90,7 @@ def test_what_is_in_a_gpu_artifact(built: Built, arch: str, spec: KernelSpec) ->
 @pytest.mark.parametrize("arch", CUDA_ARCHS)
 def test_the_manifest_and_the_support_libraries(built: Built, arch: str) -> None:
     registry = built(arch)
-    assert set(registry.manifest(arch).artifacts) == {spec.key for spec in default_specs(arch)}
+    assert set(registry.manifest(arch).artifacts) == {spec.key for spec in built_specs(arch)}
     folder = registry.support_dir(arch)
     assert folder is not None
     registry.verify(folder)
@@ -149,10 +98,15 @@ def test_the_manifest_and_the_support_libraries(built: Built, arch: str) -> None
     assert {meta["runtime"], meta["helper"]} <= {file.name for file in folder.iterdir()}
 
 
+def test_what_tests_build_is_shipped() -> None:
+    for arch in ARCHS:
+        assert set(built_specs(arch)) <= set(default_specs(arch))
+
+
 @pytest.mark.cuda_compile
 def test_every_arch_has_artifacts_of_its_own(built: Built) -> None:
     ids = [entry.id for arch in CUDA_ARCHS for entry in built(arch).entries(arch)]
-    assert len(set(ids)) == len(ids) == sum(len(default_specs(arch)) for arch in CUDA_ARCHS)
+    assert len(set(ids)) == len(ids) == sum(len(built_specs(arch)) for arch in CUDA_ARCHS)
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +130,7 @@ def built_again(
 
 
 def chunk_scan(arch: str) -> KernelSpec:
-    spec = next(spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
-    return spec
+    return next(spec for spec in built_specs(arch) if spec.kernel == "chunk_scan")
 
 
 @pytest.mark.parametrize(
