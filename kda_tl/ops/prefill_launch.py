@@ -32,7 +32,17 @@ from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
 
-__all__ = ["launch", "launches", "split_of", "takes_pool", "workspace_bytes"]
+__all__ = [
+    "intracard_specs_of",
+    "launch",
+    "launches",
+    "only_scan",
+    "readable",
+    "run_chunk_wy",
+    "split_of",
+    "takes_pool",
+    "workspace_bytes",
+]
 
 Scans = tuple[tuple[int, int, ChunkScanSpec], ...]
 
@@ -64,7 +74,7 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=256)
-def _intracard_specs(scan: ChunkScanSpec) -> tuple[IntracardPreScanSpec, IntracardMergeSpec]:
+def intracard_specs_of(scan: ChunkScanSpec) -> tuple[IntracardPreScanSpec, IntracardMergeSpec]:
     """What cuts the sequences that `scan` walks."""
     K, V, C = scan.head_dim_k, scan.head_dim_v, scan.chunk_size
     return IntracardPreScanSpec(K, V, C, scan.dtype, scan.delta), IntracardMergeSpec(K, V, C, delta=scan.delta)
@@ -87,7 +97,7 @@ def split_of(problem: Problem, a: Arguments | None = None) -> SplitInfo:
         return SplitInfo(1, whole, "the cpu runs one block after another")
     _, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
     for _, _, scan in scans:
-        if not ships(*_intracard_specs(scan), is_cpu):
+        if not ships(*intracard_specs_of(scan), is_cpu):
             missing = f"no kernels that cut K = {scan.head_dim_k}, V = {scan.head_dim_v} in {scan.dtype}"
             missing += " with the delta correction" if scan.delta else " without the delta correction"
             if forced is not None:
@@ -105,7 +115,20 @@ def split_of(problem: Problem, a: Arguments | None = None) -> SplitInfo:
     scan = scans[0][2]
     device = torch.device("cpu") if a is None else a.q.device
     count = multiprocessors(device, problem.arch)
-    return plan_split(work, device_of(scan, *_intracard_specs(scan), problem.arch, count), forced)
+    return plan_split(work, device_of(scan, *intracard_specs_of(scan), problem.arch, count), forced)
+
+
+def only_scan(problem: Problem) -> ChunkScanSpec | None:
+    """The scan of a call whose K and V are its own, and whose sequences may be cut; else None."""
+    _, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    scan = scans[0][2]
+    same = len(scans) == 1 and (scan.head_dim_k, scan.head_dim_v) == (problem.K, problem.V)
+    return scan if same and ships(*intracard_specs_of(scan), problem.arch == "cpu") else None
+
+
+def readable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, T, heads, D] as the kernels read it."""
+    return _readable(_as(tensor, dtype))
 
 
 def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]:
@@ -120,7 +143,7 @@ def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]
     segments = split_of(problem, a).segments
     for _, _, scan in scans:
         if segments > 1:
-            pre_scan, merge = _intracard_specs(scan)
+            pre_scan, merge = intracard_specs_of(scan)
             own = counted(problem.N, "sequence")
             cuts = counted(segments - 1, "segment")
             found.append(Launch(pre_scan, f"{own} x {cuts} x {heads} x tiles of {'K + V' if scan.delta else 'V'}"))
@@ -155,6 +178,26 @@ def takes_pool(problem: Problem, a: Arguments) -> bool:
     return split_of(problem, a).segments == 1
 
 
+def run_chunk_wy(problem: Problem, a: Arguments) -> tuple[Workspace, Tensor | None]:
+    """All that does not depend on a state: chunk_wy's results, and cu_seqlens as the kernels read them."""
+    rule, dtype, gate_dtype = problem.rule, problem.kernel_dtype, _gate_dtype(problem, a)
+    spec, _, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, torch.float32)
+    K = spec.head_dim_k
+    missing = K - problem.K
+    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
+    g = None if a.g is None else _as(a.g, gate_dtype)
+    if g is not None:
+        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
+    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
+    device = q.device
+    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
+    options = _options(problem, a, missing)
+    with dispatcher.device_guard(device):
+        launch_chunk_wy(dispatcher.kernel(spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
+    return workspace, offsets
+
+
 def launch(
     problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None,
     states: Tensor | None = None,
@@ -164,24 +207,17 @@ def launch(
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     Where `takes_pool` says so, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
     """
-    rule, dtype = problem.rule, problem.kernel_dtype
-    gate_dtype = _gate_dtype(problem, a)
     pooled = takes_pool(problem, a)
     state_dtype = initial_state.dtype if pooled and initial_state is not None else torch.float32
-    wy_spec, scans, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, state_dtype)
-    K = wy_spec.head_dim_k
+    spec, scans, _ = _specs(
+        problem.rule, problem.K, problem.V, problem.kernel_dtype, _gate_dtype(problem, a), state_dtype
+    )  # fmt: skip
+    K = spec.head_dim_k
     missing = K - problem.K
-    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
-    g = None if a.g is None else _as(a.g, gate_dtype)
-    if g is not None:
-        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
-    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
-    v = _as(a.v, dtype)
+    v = _as(a.v, problem.kernel_dtype)
     scale = problem.K**-0.5 if a.scale is None else float(a.scale)
-    device = q.device
-    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    device = v.device
     split = split_of(problem, a)
-    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
     pool = None
     if pooled and a.state_indices is not None:
         pool = Pool(
@@ -189,31 +225,30 @@ def launch(
             -1 if a.null_index is None else int(a.null_index),
             None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
         )
+    workspace, offsets = run_chunk_wy(problem, a)
     with dispatcher.device_guard(device):
-        options = _options(problem, a, missing)
-        launch_chunk_wy(dispatcher.kernel(wy_spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
-        for first, columns, spec in scans:
+        for first, columns, scan in scans:
             own = (
                 x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state, states)
             )
             v_run, o_run, state_in, state_out, states_run = own
             assert v_run is not None and o_run is not None
             o_kernel, out_kernel, states_kernel = o_run, state_out, states_run
-            added = spec.head_dim_v - columns
+            added = scan.head_dim_v - columns
             if added or missing:
-                o_kernel = torch.empty((*v_run.shape[:-1], spec.head_dim_v), dtype=o.dtype, device=device)
+                o_kernel = torch.empty((*v_run.shape[:-1], scan.head_dim_v), dtype=o.dtype, device=device)
                 if state_in is not None:
                     state_in = torch.nn.functional.pad(state_in, (0, added, 0, missing))
                 if state_out is not None:
-                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, spec.head_dim_v))
+                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, scan.head_dim_v))
             if states_run is not None and not (states_run.is_contiguous() and added == missing == 0):
-                states_kernel = states_run.new_empty((*states_run.shape[:2], K, spec.head_dim_v))
+                states_kernel = states_run.new_empty((*states_run.shape[:2], K, scan.head_dim_v))
             v_kernel = _readable(_padded(v_run, added))
             segments = None
             if split.segments > 1:
-                segments = _segments(problem, spec, split, v_kernel, workspace, offsets, state_in)
+                segments = _segments(problem, scan, split, v_kernel, workspace, offsets, state_in)
             launch_chunk_scan(
-                dispatcher.kernel(spec, problem.arch, device), v_kernel, workspace, o_kernel, scale, offsets, state_in,
+                dispatcher.kernel(scan, problem.arch, device), v_kernel, workspace, o_kernel, scale, offsets, state_in,
                 out_kernel, state_dtype=state_dtype, pool=pool, segments=segments, states=states_kernel,
             )  # fmt: skip
             if o_kernel is not o_run:
@@ -229,7 +264,7 @@ def _segments(
     initial_state: Tensor | None,
 ) -> Segments:  # fmt: skip
     """The state before every segment, by two launches."""
-    pre_scan, merge = _intracard_specs(scan)
+    pre_scan, merge = intracard_specs_of(scan)
     N, HV, K, V, device = problem.N, problem.HV, scan.head_dim_k, scan.head_dim_v, v.device
     maps = Maps.empty(N, split.segments - 1, HV, K, V, scan.delta, device)
     segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)

@@ -14,6 +14,9 @@ from rule_inputs import OPS, call, inputs, truth
 from torch import Tensor
 
 import kda_tl
+from kda_tl.ops.context import segment_maps
+from kda_tl.ops.prefill_checks import check as check_call
+from kda_tl.ops.prefill_context import maps_by_kernels
 from kda_tl.ops.prefill_kernels import (
     GateOptions,
     Maps,
@@ -24,7 +27,7 @@ from kda_tl.ops.prefill_kernels import (
     launch_intracard_merge,
     launch_intracard_pre_scan,
 )
-from kda_tl.reference import segment_affine
+from kda_tl.reference import kda_gate, l2norm, segment_affine
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkWySpec
@@ -317,3 +320,27 @@ def test_segments_of_a_split() -> None:
     assert split.of_sequence(64 * 5 + 3) == [(0, 128), (128, 256), (256, 323)]
     assert split.of_sequence(0) == [] and split.of_sequence(5) == [(0, 5)]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(split.of_sequence(900)))
+
+
+@pytest.mark.parametrize("segments", [None, 3])
+@pytest.mark.parametrize("pack", [False, True])
+def test_maps_for_other_processes(pack: bool, segments: int | None) -> None:
+    """What a context hands over, of whole sequences with their last, partial chunk, from raw gates and logits."""
+    lengths = [200, 0, 1, 300]
+    x = inputs("kda", sum(lengths) if pack else 150, B=1 if pack else 2, H=1, HV=2, N=len(lengths) if pack else 2)
+    offsets_ = offsets(lengths)
+    options: dict[str, Any] = {
+        "cu_seqlens": torch.tensor(offsets_) if pack else None, "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": torch.tensor([-1.0, 0.5]),
+        "intracard_segments": segments,
+    }  # fmt: skip
+    a = kda_tl.chunk_kda.arguments(**x, **options)
+    maps = maps_by_kernels(check_call(kda_tl.chunk_kda.op, a), a)
+    assert maps is not None
+    spans = [(0, *bounds) for bounds in itertools.pairwise(offsets_)][::-1] if pack else [(1, 0, 150), (0, 0, 150)]
+    transition, bias = maps(a.k, a.v, a.g, a.beta, spans)
+    k, g = l2norm(x["k"].double()), kda_gate(x["g"].double(), a.A_log, None, None)
+    M, B = segment_maps(k, x["v"], g, x["beta"].double().sigmoid(), spans)
+    for row in range(len(spans)):
+        assert relative_error(transition[row], M[row].double()) < LIMIT
+        assert relative_error(bias[row], B[row].double()) < LIMIT
