@@ -28,8 +28,8 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
     v [B, T, HV, V] dtype; cu_seqlens [N + 1] int32; k_decayed, k_to_end, chunk_decay, A_inv as chunk_wy wrote them;
     transitions [N, cuts, HV, K, K] float32, out: M transposed, [.., c, d] is row d of its column c; without the delta
     correction [N, cuts, HV, 1, K], its diagonal; biases [N, cuts, HV, K, V] float32, out: B; then int32: num_seqs: N;
-    uniform: 1 for a dense batch; cuts: segments of a sequence that have a row in the maps; segment_chunks: chunks of a
-    segment; every: 1 to map the last segment of a sequence too, 0 to leave its row, and those of segments that a sequence
+    uniform: 1 for a dense batch; segments: of a sequence that have a row in the maps, which is `cuts`; segment_chunks: chunks
+    of a segment; every: 1 to map the last segment of a sequence too, 0 to leave its row, and those of segments that a sequence
     does not have, as they are.
     """
     if schedule.variant == "warp_specialized":
@@ -44,8 +44,8 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
     block_columns, threads = schedule.block, schedule.threads
     tiles_k = K // block_columns if delta else 0
     tiles = tiles_k + V // block_columns
-    B, seq_len, HV, slots, num_offsets, cut_seqs, map_cuts, a, b = T.dynamic(
-        "B, seq_len, HV, slots, num_offsets, cut_seqs, map_cuts, a, b"
+    B, seq_len, HV, slots, num_offsets, cut_seqs, cuts, a, b = T.dynamic(
+        "B, seq_len, HV, slots, num_offsets, cut_seqs, cuts, a, b"
     )
     delta_slots, delta_heads = (slots, HV) if delta else (a, b)
     v_strides = run_time_strides("v", "bth")
@@ -58,17 +58,17 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
         k_to_end: T.Tensor((slots, HV, C, K), operand_dtype),
         chunk_decay: T.Tensor((slots, HV, K), "float32"),
         A_inv: T.Tensor((delta_slots, delta_heads, C, C), operand_dtype),
-        transitions: T.Tensor((cut_seqs, map_cuts, HV, K if delta else 1, K), "float32"),
-        biases: T.Tensor((cut_seqs, map_cuts, HV, K, V), "float32"),
+        transitions: T.Tensor((cut_seqs, cuts, HV, K if delta else 1, K), "float32"),
+        biases: T.Tensor((cut_seqs, cuts, HV, K, V), "float32"),
         num_seqs: T.int32,
         uniform: T.int32,
-        cuts: T.int32,
+        segments: T.int32,
         segment_chunks: T.int32,
         every: T.int32,
     ):
-        with T.Kernel(num_seqs * cuts * HV * tiles, threads=threads) as block:
+        with T.Kernel(num_seqs * segments * HV * tiles, threads=threads) as block:
             where = T.alloc_local((10,), "int32")
-            locate_segment(block, tiles, HV, cuts, segment_chunks, uniform, seq_len, num_seqs, cu_seqlens, C, 0, cu_seqlens,
+            locate_segment(block, tiles, HV, segments, segment_chunks, uniform, seq_len, num_seqs, cu_seqlens, C, 0, cu_seqlens,
                            -1, 0, where)  # fmt: skip
             value_head, sequence, segment, batch = where[1], where[2], where[3], where[4]
             first, length, first_slot, ends = where[5], where[6], where[7], where[8]

@@ -32,8 +32,8 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
     delta, columns, stages = spec.delta, schedule.block, schedule.stages
     tiles_k = K // columns if delta else 0
     tiles = tiles_k + V // columns
-    B, seq_len, HV, slots, num_offsets, cut_seqs, map_cuts, a, b = T.dynamic(
-        "B, seq_len, HV, slots, num_offsets, cut_seqs, map_cuts, a, b"
+    B, seq_len, HV, slots, num_offsets, cut_seqs, cuts, a, b = T.dynamic(
+        "B, seq_len, HV, slots, num_offsets, cut_seqs, cuts, a, b"
     )
     delta_slots, delta_heads = (slots, HV) if delta else (a, b)
     v_strides = run_time_strides("v", "bth")
@@ -46,19 +46,19 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
         k_to_end: T.Tensor((slots, HV, C, K), operand_dtype),
         chunk_decay: T.Tensor((slots, HV, K), "float32"),
         A_inv: T.Tensor((delta_slots, delta_heads, C, C), operand_dtype),
-        transitions: T.Tensor((cut_seqs, map_cuts, HV, K if delta else 1, K), "float32"),
-        biases: T.Tensor((cut_seqs, map_cuts, HV, K, V), "float32"),
+        transitions: T.Tensor((cut_seqs, cuts, HV, K if delta else 1, K), "float32"),
+        biases: T.Tensor((cut_seqs, cuts, HV, K, V), "float32"),
         num_seqs: T.int32,
         uniform: T.int32,
-        cuts: T.int32,
+        segments: T.int32,
         segment_chunks: T.int32,
         every: T.int32,
     ):
         # As in chunk_scan: the roles synchronize by hand.
         T.annotate_pass_configs({"tl.disable_thread_storage_sync": True})
-        with T.Kernel(num_seqs * cuts * HV * tiles, threads=THREADS) as block:
+        with T.Kernel(num_seqs * segments * HV * tiles, threads=THREADS) as block:
             where = T.alloc_local((10,), "int32")
-            locate_segment(block, tiles, HV, cuts, segment_chunks, uniform, seq_len, num_seqs, cu_seqlens, C, 0, cu_seqlens,
+            locate_segment(block, tiles, HV, segments, segment_chunks, uniform, seq_len, num_seqs, cu_seqlens, C, 0, cu_seqlens,
                            -1, 0, where)  # fmt: skip
             value_head, sequence, segment, batch = where[1], where[2], where[3], where[4]
             first, length, first_slot, ends = where[5], where[6], where[7], where[8]
