@@ -94,6 +94,10 @@ class _Problem:
 
 def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of v, and the final state: the pool itself where `inplace`, else a new one, or None."""
+    if torch.compiler.is_compiling():
+        # Not registered with torch: a compiled function breaks its graph here, and traces nothing that is cached or launched.
+        untraced: Callable[[DecodeCall], tuple[Tensor, Tensor | None]] = torch.compiler.disable(run)
+        return untraced(c)
     p = _check(c)
     final = _final_state(c, p)
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=_torch_dtype(p.spec.dtype), device=c.v.device)
