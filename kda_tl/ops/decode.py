@@ -24,6 +24,7 @@ from kda_tl.ops.checks import (
     check_number,
     check_shape,
     check_tensors,
+    check_untraced,
     check_written,
     checks_values,
     narrowed,
@@ -132,6 +133,8 @@ def plan(c: DecodeCall) -> Plan:
 
 
 def _check(c: DecodeCall) -> _Problem:
+    offsets = {"cu_seqlens": c.cu_seqlens, "cu_seqlens_cpu": c.cu_seqlens_cpu}
+    check_untraced(**{c.q_name: c.q}, k=c.k, v=c.v, initial_state=c.initial_state, **offsets)
     check_tensors(**{c.q_name: c.q}, k=c.k, v=c.v)
     q, k, v, device = c.q, c.k, c.v, c.q.device
     arch = dispatcher.device_arch(device)
@@ -203,6 +206,7 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
 def _check_optional(
     name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layout: str, shapes: list[tuple[int, ...]]
 ) -> None:
+    check_untraced(**{name: tensor})
     check_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
     if tensor.device != device:

@@ -17,6 +17,7 @@ from kda_tl.ops.checks import (
     check_number,
     check_shape,
     check_tensors,
+    check_untraced,
     checks_values,
 )
 from kda_tl.ops.deltalog_cache import FLOAT_DTYPES, DeltaLogCache, DeltaLogSnapshot
@@ -175,6 +176,7 @@ def _decode(
         raise TypeError(f"cache must be a DeltaLogCache, got {type(cache).__name__}")
     if cache.rule != rule:
         raise ValueError(f"cache must be of rule {rule}, got one of {cache.rule}")
+    check_untraced(**present)
     check_tensors(**present)
     if q.device != cache.device:
         raise ValueError(f"{names[0]} must be on {cache.device} like the cache, got {q.device}")
