@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kda_tl.runtime.environment import check_setting
+
 __all__ = [
     "check_cu_seqlens",
     "check_decay",
@@ -18,6 +20,7 @@ __all__ = [
     "check_number",
     "check_shape",
     "check_tensors",
+    "check_untraced",
     "check_written",
     "checks_values",
     "host_offsets",
@@ -33,17 +36,25 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_dense(name, tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            check_dense(name, tensor)
         devices.setdefault(tensor.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"all tensors must be on one device, got {listed}")
 
 
+def check_untraced(**tensors: object) -> None:
+    """For ops that are not registered with torch: no fake tensors, whose memory a kernel would take for an address."""
+    for name, tensor in tensors.items():
+        if type(tensor) is FakeTensor:
+            raise TypeError(
+                f"{name} must have memory, got a FakeTensor: this op cannot be traced, call it outside of the graph"
+            )
+
+
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Elements at strides in memory, which is all that a kernel can read."""
-    if isinstance(tensor, FakeTensor):
-        raise TypeError(f"{name} must have memory, got a FakeTensor: this op cannot be traced, call it outside of the graph")
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "a nested tensor" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name} must be a dense, strided tensor, got {kind}")
@@ -81,7 +92,9 @@ def check_null_index(null_index: object) -> None:
 
 def check_written(name: str, tensor: torch.Tensor, negated: bool = False) -> None:
     """A tensor that is updated in place holds every element once, and as it is unless it may be `negated`, lazily."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if 0 in tensor.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise ValueError(
             f"{name} must not be expanded to be updated in place: elements share their memory, got strides "
             f"{list(tensor.stride())} for shape {list(tensor.shape)}"
@@ -92,7 +105,7 @@ def check_written(name: str, tensor: torch.Tensor, negated: bool = False) -> Non
 
 def checks_values(tensor: torch.Tensor) -> bool:
     """KDA_TL_CHECK=1: what the device alone knows is waited for and checked; no graph may be captured meanwhile."""
-    return os.environ.get("KDA_TL_CHECK") == "1" and not isinstance(tensor, FakeTensor)
+    return check_setting() is not None and os.environ.get("KDA_TL_CHECK") == "1" and not isinstance(tensor, FakeTensor)
 
 
 def check_decay(name: str, g: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from kda_tl.ops.checks import (
     check_number,
     check_shape,
     check_tensors,
+    check_untraced,
     check_written,
     checks_values,
     narrowed,
@@ -94,6 +95,10 @@ class _Problem:
 
 def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of v, and the final state: the pool itself where `inplace`, else a new one, or None."""
+    if torch.compiler.is_compiling():
+        # Not registered with torch: a compiled function breaks its graph here, and traces nothing that is cached or launched.
+        untraced: Callable[[DecodeCall], tuple[Tensor, Tensor | None]] = torch.compiler.disable(run)
+        return untraced(c)
     p = _check(c)
     final = _final_state(c, p)
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=_torch_dtype(p.spec.dtype), device=c.v.device)
@@ -128,6 +133,8 @@ def plan(c: DecodeCall) -> Plan:
 
 
 def _check(c: DecodeCall) -> _Problem:
+    offsets = {"cu_seqlens": c.cu_seqlens, "cu_seqlens_cpu": c.cu_seqlens_cpu}
+    check_untraced(**{c.q_name: c.q}, k=c.k, v=c.v, initial_state=c.initial_state, **offsets)
     check_tensors(**{c.q_name: c.q}, k=c.k, v=c.v)
     q, k, v, device = c.q, c.k, c.v, c.q.device
     arch = dispatcher.device_arch(device)
@@ -199,6 +206,7 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
 def _check_optional(
     name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layout: str, shapes: list[tuple[int, ...]]
 ) -> None:
+    check_untraced(**{name: tensor})
     check_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
     if tensor.device != device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from kda_tl.ops.checks import (
     check_number,
     check_shape,
     check_tensors,
+    check_untraced,
     checks_values,
 )
 from kda_tl.ops.deltalog_cache import FLOAT_DTYPES, DeltaLogCache, DeltaLogSnapshot
@@ -158,6 +160,13 @@ def _decode(
     state_indices: Tensor, scale: float | None, null_index: int | None, normalize: bool, form: GateForm, beta_kind: BetaForm,
     lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None, valid: Tensor | None, verify: bool | None,
 ) -> Tensor:  # fmt: skip
+    if torch.compiler.is_compiling():
+        # Not registered with torch: a compiled function breaks its graph here, and traces nothing that is cached or launched.
+        untraced: Callable[..., Tensor] = torch.compiler.disable(_decode)
+        return untraced(
+            rule, q, k, v, g, beta, bonus, cache, state_indices, scale, null_index, normalize, form, beta_kind, lower_bound,
+            A_log, dt_bias, valid, verify,
+        )  # fmt: skip
     names = ("r", "w") if rule == "rwkv6" else ("q", "g")
     required = {names[0]: q, "k": k, "v": v, names[1]: g, **({"u": bonus} if rule == "rwkv6" else {"beta": beta})}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "valid": valid}
@@ -167,6 +176,7 @@ def _decode(
         raise TypeError(f"cache must be a DeltaLogCache, got {type(cache).__name__}")
     if cache.rule != rule:
         raise ValueError(f"cache must be of rule {rule}, got one of {cache.rule}")
+    check_untraced(**present)
     check_tensors(**present)
     if q.device != cache.device:
         raise ValueError(f"{names[0]} must be on {cache.device} like the cache, got {q.device}")

@@ -28,7 +28,8 @@ class Subject:
     def stored(self, x: dict[str, Any]) -> tuple[Tensor, ...]:
         """What a refused call must leave as it was, copied."""
         cache = x.get("cache")
-        held = (x["initial_state"],) if cache is None else (cache.base, cache.log_k, cache.log_u, cache.log_decay, cache.cursor)
+        # What lies past a cursor is no state: the first of two launches may write there.
+        held = (x["initial_state"],) if cache is None else (cache.base, cache.cursor, cache.read_state())
         return tuple(tensor.clone() for tensor in held)
 
 
