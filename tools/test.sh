@@ -6,4 +6,7 @@ cd -- "$checkout"
 ruff check
 ruff format --check
 mypy
-python -m pytest "$@"
+# Tensors in tests are small: threads that wait for each other would take most of the time.
+export OMP_NUM_THREADS=1
+# Two processes, a test file in one of them: its fixtures are made once. What is compiled for all is made once for both.
+python -m pytest -n 2 --dist loadfile "$@"

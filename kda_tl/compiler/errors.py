@@ -1,9 +1,11 @@
 """What goes wrong while building."""
 
+from kda_tl.registry.errors import KdaTlError
+
 __all__ = ["BuildError", "ToolchainError"]
 
 
-class BuildError(RuntimeError):
+class BuildError(KdaTlError, RuntimeError):
     """A program could not be compiled. The message names spec, arch and the tool's own words."""
 
 

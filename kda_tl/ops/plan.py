@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kda_tl.ops.intracard import SplitInfo
+from kda_tl.runtime.build_on_miss import build_command
 from kda_tl.runtime.dispatcher import choose
 from kda_tl.specs.kernels import KernelSpec
 
@@ -47,10 +48,12 @@ class Plan:
         ]
         if self.split is not None:
             lines.append(f"  segments   {self.split}")
+        commands: dict[str, None] = {}
         for launch in self.launches:
             choice = choose(launch.spec, self.arch)
             found = f"artifact {choice.path.name}, {choice.reason}" if choice.path else f"MISSING, {choice.reason}"
             lines += [f"  {launch.spec.key}", f"    grid {launch.grid}", f"    {found}"]
-        if any(choose(launch.spec, self.arch).path is None for launch in self.launches):
-            lines.append(f"  build what is missing: kda-tl build --arch {self.arch}")
+            if choice.path is None:
+                commands[build_command(launch.spec, self.arch)] = None
+        lines += [f"  build what is missing: {command}" for command in commands]
         return "\n".join(lines)

@@ -22,6 +22,7 @@ from kda_tl.ops.context import Turn, context_place, has_context
 from kda_tl.ops.prefill import Results, allocate, forward
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_types
 from kda_tl.ops.prefill_context import receive
+from kda_tl.runtime.ranges import annotate
 
 __all__ = ["public", "register", "run"]
 
@@ -68,7 +69,7 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
         made.op, made.arguments = op, arguments
-        return function
+        return annotate(function, f"kda_tl::{op.name}")
 
     return decorate
 

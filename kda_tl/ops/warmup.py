@@ -14,7 +14,9 @@ from kda_tl.runtime import dispatcher
 from kda_tl.runtime.errors import ArtifactMissing, UnsupportedDevice
 from kda_tl.runtime.warmup import launch_once
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
+from kda_tl.specs.rules import Rule
 
 __all__ = ["warmup"]
 
@@ -30,7 +32,8 @@ def warmup(
 
     Args:
         what: any of these; with none, every kernel of the default set that a registry holds for the device.
-            An op or its name: called with one token, so that torch's side of it is warm as well.
+            An op or its name: called with one token, so that torch's side of it is warm as well. Of a prefill op's rule all
+            kernels that a registry holds are launched too: other dtypes, and those of sequences that are cut.
             A spec: its kernel alone.
             A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
         device: default the current CUDA device, or the cpu where there is none.
@@ -64,11 +67,22 @@ def warmup(
                 done.append(launch.spec.key)
         elif isinstance(item, str) or _is_op(item):
             done.append(_call(item, arch, where, options))
+            rule = getattr(getattr(op_named(done[-1]), "op", None), "rule", None)
+            for spec in default_specs(arch) if rule is not None else ():
+                if _serves(spec, rule) and dispatcher.choose(spec, arch).path is not None:
+                    launch_once(spec, arch, where)
+                    done.append(spec.key)
         else:
             raise TypeError(f"what must be ops, names of ops, specs and plans, got {type(item).__name__}")
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return done
+
+
+def _serves(spec: KernelSpec, rule: Rule) -> bool:
+    if isinstance(spec, ChunkWySpec):
+        return (spec.decay, spec.delta, spec.read_first) == (rule.decay, rule.delta, rule.read_first)
+    return isinstance(spec, ChunkScanSpec | IntracardPreScanSpec | IntracardMergeSpec) and spec.delta == rule.delta
 
 
 def _is_op(item: object) -> bool:

@@ -1,13 +1,17 @@
-"""What goes wrong with artifacts on disk."""
+"""What goes wrong with artifacts on disk, and the base of all errors of this package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DamagedArtifact", "ManifestError", "RegistryError"]
+__all__ = ["DamagedArtifact", "KdaTlError", "ManifestError", "RegistryError"]
 
 
-class RegistryError(RuntimeError):
+class KdaTlError(Exception):
+    """Base of what this package raises beside TypeError and ValueError about arguments."""
+
+
+class RegistryError(KdaTlError, RuntimeError):
     """Base of everything that the registry raises about its content."""
 
 

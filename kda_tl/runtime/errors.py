@@ -6,6 +6,7 @@ Every message names the argument, file or device, what came, and what is allowed
 from __future__ import annotations
 
 from kda_tl.registry import DamagedArtifact, ManifestError, RegistryError
+from kda_tl.registry.errors import KdaTlError
 
 __all__ = [
     "ArtifactMissing",
@@ -18,10 +19,6 @@ __all__ = [
     "RegistryError",
     "UnsupportedDevice",
 ]
-
-
-class KdaTlError(Exception):
-    """Base of what the runtime raises beside TypeError and ValueError about arguments."""
 
 
 class ArtifactMissing(KdaTlError, RuntimeError):

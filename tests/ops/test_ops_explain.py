@@ -12,11 +12,13 @@ from rule_inputs import NAMES, inputs
 
 import kda_tl
 from kda_tl.ops.explain import PREFILL_OPS
+from kda_tl.ops.plan import Launch, Plan
 from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 
 WY, SCAN = ChunkWySpec(dtype="float32"), ChunkScanSpec(dtype="float32")
+BYTES = 4 * (3 * 64 * 128 + 128 + 2 * 64 * 64)  # of the workspace, per slot and head: three [C, K], one [K], two [C, C]
 
 
 def test_the_plan_of_a_dense_batch(cpu_kernels: Registry) -> None:
@@ -25,7 +27,7 @@ def test_the_plan_of_a_dense_batch(cpu_kernels: Registry) -> None:
     assert [launch.spec for launch in plan.launches] == [WY, SCAN]
     assert plan.arch == "cpu" and plan.op == "chunk_kda"
     slots = 2 * 3
-    assert plan.workspace_bytes == 2 * slots * 4 * 64 * 64 * 4
+    assert plan.workspace_bytes == slots * 4 * BYTES
     text = str(plan)
     for words in ("chunk_kda on cpu", "B 2, T 130, H 2, HV 4, K 128, V 128", "2 sequences of 130 tokens", "float32"):
         assert words in text
@@ -40,7 +42,7 @@ def test_the_plan_of_a_pack(cpu_kernels: Registry) -> None:
     plan = kda_tl.explain(kda_tl.chunk_kda, **x, cu_seqlens=torch.tensor([0, 70, 70, 140]))
     text = str(plan)
     slots = 150 // 64 + 3
-    assert plan.workspace_bytes == 2 * slots * 64 * 64 * 4
+    assert plan.workspace_bytes == slots * BYTES
     assert "3 packed sequences" in text and f"grid {slots} chunk slots" in text and "grid 4 sequences" in text
 
 
@@ -65,6 +67,17 @@ def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = str(kda_tl.explain("chunk_kda", **make(10)))
     assert text.count(f"MISSING, in none of {tmp_path / 'nowhere'}") == 2
     assert text.splitlines()[-1].strip() == "build what is missing: kda-tl build --arch cpu"
+    assert text.count("build what is missing") == 1
+
+
+def test_a_spec_that_no_default_build_brings_has_a_command_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "search_path", lambda: [tmp_path / "nowhere"])
+    extra = ChunkScanSpec(dtype="float16")
+    plan = Plan("op", {}, "cpu", (Launch(WY, "1"), Launch(extra, "1"), Launch(SCAN, "1")), 0)
+    assert [line.strip() for line in str(plan).splitlines()[-2:]] == [
+        "build what is missing: kda-tl build --arch cpu",
+        f"build what is missing: kda-tl build --arch cpu --spec '{extra.key}'",
+    ]
 
 
 @pytest.mark.parametrize("change", [{"v": torch.zeros(1, 10, 3, 128)}, {"cu_seqlens": torch.tensor([0, 11])}])

@@ -11,6 +11,7 @@ import kda_tl
 from kda_tl.ops import offered
 from kda_tl.ops.prefill_checks import Problem
 from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.prefill import shipped_head_dims
 from kda_tl.specs.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -68,12 +69,16 @@ def test_head_dims_that_are_refused(K: int, V: int, message: str) -> None:
         call("kda", inputs("kda", 3, K=K, V=V))
 
 
-def test_runs_over_v_cover_every_column_once() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("rule", RULES)
+def test_runs_over_v_cover_every_column_once(rule: str, dtype: str) -> None:
+    sizes = shipped_head_dims(RULES[rule], dtype)
     for V in range(1, offered.MAX_HEAD_DIM_V + 1):
-        runs = offered.v_runs(V)
+        runs = offered.v_runs(RULES[rule], dtype, V)
         assert [c for first, columns, _ in runs for c in range(first, first + columns)] == list(range(V))
-        assert all(columns <= size and size in offered.SHIPPED_V for _, columns, size in runs)
-    assert [offered.shipped_k(K) for K in (1, 64, 65, 128)] == [64, 64, 128, 128]
+        assert all(columns <= size and size in sizes for _, columns, size in runs)
+    for K in range(1, offered.MAX_HEAD_DIM_K + 1):
+        assert offered.shipped_k(RULES[rule], dtype, K) == min(size for size in sizes if size >= K)
 
 
 def test_everything_that_the_cpu_may_need_is_built_by_default() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from typing import Any
 
 ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA build of torch would
 
@@ -18,6 +19,7 @@ if sys.argv[3:] == ["hide-tilelang"]:
 
 import torch
 import tvm_ffi
+from prefill_arguments import prefill_arguments
 
 from kda_tl.registry import Registry
 from kda_tl.runtime.loader import load
@@ -47,26 +49,8 @@ class OnDevice:
         return capsule
 
 
-def arguments(B: int, T: int, H: int, HV: int, lengths: list[int] | None) -> dict[str, dict[str, object]]:
-    """Of both kernels, by name, in call order."""
-    N = B if lengths is None else len(lengths)
-    slots = B * -(-T // 64) if lengths is None else T // 64 + N
-    offsets = [0] if lengths is None else [sum(lengths[:n]) for n in range(N + 1)]
-    uniform = int(lengths is None)
-    q = torch.zeros(B, T, H, 128, dtype=torch.bfloat16)
-    v = torch.zeros(B, T, HV, 128, dtype=torch.bfloat16)
-    g, beta = torch.zeros(B, T, HV, 128), torch.zeros(B, T, HV)
-    A_inv = torch.zeros(slots, HV, 64, 64, dtype=OPERANDS)
-    state = torch.zeros(N, HV, 128, 128)
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    shared = {"A_inv": A_inv, "P": A_inv.clone()}
-    wy = {"q": q, "k": q.clone(), "g": g, "beta": beta, "cu_seqlens": cu_seqlens, **shared, "uniform": uniform}
-    scan = {
-        "q": q, "k": q.clone(), "v": v, "g": g, "cu_seqlens": cu_seqlens, **shared, "o": v.clone(),
-        "initial_state": state, "final_state": state.clone(),
-        "scale": 0.5, "uniform": uniform, "has_initial_state": 1, "store_final_state": 1,
-    }  # fmt: skip
-    return {"chunk_wy": wy, "chunk_scan": scan}
+def arguments(*shape: Any) -> dict[str, dict[str, Any]]:
+    return prefill_arguments(*shape, dtype=torch.bfloat16, operand_dtype=OPERANDS)
 
 
 def main() -> None:
@@ -77,7 +61,7 @@ def main() -> None:
         assert path is not None
         kernels[spec.kernel] = load(registry, path, arch, spec.key)
 
-    def call(kernel: str, by_name: dict[str, object]) -> str | None:
+    def call(kernel: str, by_name: dict[str, Any]) -> str | None:
         values = [tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in by_name.values()]
         try:
             kernels[kernel](*values)
@@ -98,7 +82,7 @@ def main() -> None:
             wrong[f"{kernel} {name} dimensions"] = call(kernel, {**by_name, name: value[None]})
             if value.shape[-1] in (64, 128):
                 wrong[f"{kernel} {name} size"] = call(kernel, {**by_name, name: value[..., :32].contiguous()})
-            if name in ("q", "k", "v", "g"):
+            if name in ("q", "k", "g", "v", "o"):
                 apart = value.repeat_interleave(2, -1)[..., ::2]
                 wrong[f"{kernel} {name} stride"] = call(kernel, {**by_name, name: apart})
                 wrong[f"{kernel} {name} tokens"] = call(kernel, {**by_name, name: value[:, 1:]})

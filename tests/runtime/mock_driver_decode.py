@@ -58,6 +58,8 @@ def main() -> None:
     dispatcher.kernel = kernel
     raised: dict[str, str | None] = {}
     for case in CASES:
+        if case.K == 64:  # tests build no kernel for it
+            continue
         for dtype in (torch.float32, torch.bfloat16):
             case = replace(case, state_dtype=dtype)
             x = make_decode_inputs(case, "cpu", 0).args

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from prefill_arguments import prefill_arguments
 
 from kda_tl.registry import DamagedArtifact, Registry, RegistryError
 from kda_tl.runtime import loader
@@ -35,12 +35,7 @@ def chunk_wy(cpu_registry: Registry, artifact: Path) -> Callable[..., Any]:
 
 
 def arguments() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 10, 2, 128, generator=generator) / 12 for _ in range(2))
-    g, beta = -torch.rand(1, 10, 4, 128, generator=generator), torch.rand(1, 10, 4, generator=generator)
-    A_inv, P = (torch.full((1, 4, 64, 64), torch.nan) for _ in range(2))
-    cu_seqlens = torch.zeros(1, dtype=torch.int32)
-    return {"q": q, "k": k, "g": g, "beta": beta, "cu_seqlens": cu_seqlens, "A_inv": A_inv, "P": P, "uniform": 1}
+    return prefill_arguments(1, 10, 2, 4)["chunk_wy"]
 
 
 def test_arguments_arrive_in_their_places(chunk_wy) -> None:
@@ -83,7 +78,7 @@ def test_wrong_tensors_are_refused_before_the_call(chunk_wy, name: str, change, 
 
 
 def test_a_wrong_number_of_arguments(chunk_wy) -> None:
-    with pytest.raises(TypeError, match="takes 8 arguments, got 7"):
+    with pytest.raises(TypeError, match="takes 19 arguments, got 18"):
         chunk_wy(*list(arguments().values())[:-1])
 
 
@@ -179,4 +174,5 @@ def test_both_kernels_describe_their_arguments(cpu_registry: Registry) -> None:
         }
         arguments = [argument["name"] for argument in meta["c_arguments"]]
         assert set(arguments) <= names | shown and len(set(arguments)) == len(arguments)
-        assert {argument["type"] for argument in meta["c_arguments"]} <= {"float*", "int32_t*", "int32_t", "int64_t", "float"}
+        types = {"float*", "int32_t*", "uint8_t*", "int32_t", "int64_t", "float"}
+        assert {argument["type"] for argument in meta["c_arguments"]} <= types

@@ -50,7 +50,7 @@ def test_shipped_schedules(arch: str) -> None:
     content = json.loads(text)
     assert content["format"] == 1 and content["arch"] == arch
     specs = {spec.key: spec for spec in default_specs(arch)}
-    assert set(content["schedules"]) == set(specs)
+    assert set(content["schedules"]) <= set(specs)  # what is not named has its kernel's default
     for key, entry in content["schedules"].items():
         schedule = schedule_for(specs[key], arch)
         assert isinstance(schedule, SCHEDULES[specs[key].kernel])
