@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from kda_tl.ops.checks import (
     check_cu_seqlens,
     check_decay,
+    check_dense,
     check_dtype,
     check_null_index,
     check_number,
@@ -38,6 +39,7 @@ __all__ = ["DecodeCall", "bind", "plan", "refuse_unknown", "run"]
 
 F = {flag.name: int(flag) for flag in DecodeFlag}  # plain numbers: an IntFlag takes a microsecond to combine
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (Tensor, torch.nn.Parameter)
 V_MULTIPLE = 8
 LARGEST_V = 1024
 
@@ -206,9 +208,11 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
 def _check_optional(
     name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layout: str, shapes: list[tuple[int, ...]]
 ) -> None:
-    check_untraced(**{name: tensor})
-    check_tensors(**{name: tensor})
+    if type(tensor) not in PLAIN:
+        check_untraced(**{name: tensor})
+        check_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
+    check_dense(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
     check_dtype(name, tensor, dtypes)
