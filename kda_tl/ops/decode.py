@@ -28,6 +28,7 @@ from kda_tl.ops.checks import (
     check_untraced,
     check_written,
     checks_values,
+    mark_written,
     narrowed,
 )
 from kda_tl.ops.plan import Launch, Plan
@@ -115,6 +116,8 @@ def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
             _launch_widened(c, p, o, c.initial_state, final)
         else:
             _launch(c, p, o, c.initial_state, final)
+    if c.inplace and final is not None:
+        mark_written(final)
     return o.to(c.v.dtype), final
 
 
