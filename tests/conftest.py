@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from built_specs import built_specs
 
+from kda_tl.compiler.errors import BuildError
 from kda_tl.registry import Registry
+from kda_tl.registry.locks import exclusive
 from kda_tl.specs.archs import ARCHS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,35 +60,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Registry]:
-    """built(arch): a registry with the arch's default set, built once per session; skips where it cannot be built.
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all pytest processes of this run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    The first GPU arch that is asked for brings the others with it: their kernels take unlike times, and share two processes.
-    """
-    outcomes: dict[str, Registry | BaseException] = {}
 
-    def build_all(archs: list[str]) -> None:
+@pytest.fixture(scope="session")
+def built(shared_folder: Path) -> Callable[[str], Registry]:
+    """built(arch): a registry with `built_specs(arch)`, built once per run; skips where it cannot be built."""
+
+    @functools.cache
+    def outcome(arch: str) -> Registry | BuildError:
         from kda_tl.compiler.build import build
-        from kda_tl.specs.defaults import default_specs
 
-        registries = {arch: Registry(tmp_path_factory.mktemp(f"registry-{arch}")) for arch in archs}
-        tasks = [(arch, spec) for arch in archs for spec in default_specs(arch)]
-        tasks.sort(key=lambda task: task[1].kernel != "chunk_wy")  # the slow ones first
-        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            futures = [(arch, pool.submit(build, arch, [spec], registries[arch], 1)) for arch, spec in tasks]
-        for arch, future in futures:
-            outcomes[arch] = future.exception() or outcomes.get(arch, registries[arch])
+        registry, told = Registry(shared_folder / f"registry-{arch}"), shared_folder / f"registry-{arch}.outcome"
+        with exclusive(shared_folder / f"registry-{arch}.lock"):
+            if not told.exists():
+                try:
+                    build(arch, built_specs(arch), registry, jobs=2)
+                    told.write_text("")
+                except BuildError as error:
+                    told.write_text(str(error))
+        message = told.read_text()
+        return BuildError(message) if message else registry
 
     def built_once(arch: str) -> Registry:
-        is_cpu = ARCHS[arch].is_cpu
-        if reason := missing("tilelang" if is_cpu else "cuda_compile"):
+        if reason := missing("tilelang" if ARCHS[arch].is_cpu else "cuda_compile"):
             pytest.skip(reason)
-        if arch not in outcomes:
-            build_all([name for name, row in ARCHS.items() if row.is_cpu == is_cpu and (row.measured or name == arch)])
-        outcome = outcomes[arch]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        found = outcome(arch)
+        if isinstance(found, BuildError):
+            raise found
+        return found
 
     return built_once
 

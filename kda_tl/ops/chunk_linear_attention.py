@@ -39,6 +39,7 @@ def chunk_linear_attention(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Linear attention: S <- S + k v^T, o = scale S^T q (arXiv 2006.16236).
@@ -61,7 +62,7 @@ def chunk_linear_attention(
     a = arguments(
         q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, cu_seqlens_cpu, state_v_first=state_v_first,
         return_intermediate_states=return_intermediate_states, chunk_size=chunk_size, state_indices=state_indices,
-        has_initial_state=has_initial_state, null_index=null_index, **kwargs,
+        has_initial_state=has_initial_state, null_index=null_index, intracard_segments=intracard_segments, **kwargs,
     )  # fmt: skip
     results: tuple[Tensor, Any] = run(CHUNK_LINEAR_ATTENTION, a)
     if not normalize:
@@ -88,6 +89,7 @@ def arguments(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """What the kernels run. The normalizer is one more column of v, all ones: its column of the state is z."""
@@ -117,7 +119,7 @@ def arguments(
         q=q, k=k, v=v, initial_state=state, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, scale=scale, state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state), return_intermediate_states=bool(return_intermediate_states),
-        state_indices=state_indices, null_index=null_index,
+        intracard_segments=intracard_segments, state_indices=state_indices, null_index=null_index,
     )  # fmt: skip
     check_options(CHUNK_LINEAR_ATTENTION, a, kwargs, chunk_size)
     return a

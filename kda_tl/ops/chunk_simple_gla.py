@@ -38,6 +38,7 @@ def chunk_simple_gla(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """Linear attention with a scalar decay: S <- exp(g) S + k v^T, o = scale S^T q.
@@ -75,6 +76,7 @@ def chunk_simple_gla(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

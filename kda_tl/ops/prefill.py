@@ -84,5 +84,6 @@ def plan_problem(op: Op, problem: Problem, a: Arguments | None = None) -> Plan:
         problem={**sizes, "batch": batch, "dtype": str(problem.kernel_dtype).removeprefix("torch.")},
         arch=problem.arch,
         launches=prefill_launch.launches(problem, a),
-        workspace_bytes=prefill_launch.workspace_bytes(problem),
+        workspace_bytes=prefill_launch.workspace_bytes(problem, a),
+        split=prefill_launch.split_of(problem, a),
     )

@@ -85,6 +85,8 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
         raise TypeError(f"{op.name} has no argument {min(unknown)!r}")
     if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size not in CHUNK_SIZES):
         raise ValueError(f"chunk_size must be {' or '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
+    if a.intracard_segments is not None:
+        _check_segments(a.intracard_segments)
     check_number("scale", a.scale, "a number, or None for K ** -0.5")
     check_number("lower_bound", a.lower_bound, "a number < 0")
     if a.use_gate_in_kernel and a.lower_bound is not None and not -float("inf") < a.lower_bound < 0:
@@ -102,6 +104,13 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
         raise ValueError("state_indices needs initial_state, the pool [slots, HV, K, V] that they point into")
     else:
         check_null_index(a.null_index)
+
+
+def _check_segments(segments: object) -> None:
+    if isinstance(segments, bool) or not isinstance(segments, (int, torch.SymInt)):
+        raise TypeError(f"intracard_segments must be an int, or None for the plan's choice, got {type(segments).__name__}")
+    if segments < 1:
+        raise ValueError(f"intracard_segments must be at least 1 (a sequence in one piece), got {segments}")
 
 
 def check(op: Op, a: Arguments, fake: bool = False) -> Problem:

@@ -99,7 +99,7 @@ def _held(arch: str) -> list[KernelSpec]:
 def _call(op: str | Callable[..., Any], arch: str, device: torch.device, options: dict[str, Any]) -> str:
     name = op if isinstance(op, str) else op.__name__
     if name not in PLANNERS:
-        raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
+        raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}; warmup() loads the kernels of all ops")
     function = op_named(name)
     dtype = torch.float32 if arch == "cpu" else torch.bfloat16
     inputs = example_inputs(function, dtype=dtype, device=device, real=True)

@@ -1,4 +1,4 @@
-"""The default set compiled ahead of time for every GPU arch: resources, metadata, reproducible bytes."""
+"""Programs compiled ahead of time, for every GPU arch and the cpu: resources, metadata, reproducible bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_specs import CUDA_ARCHS, built_specs
+from kernel_parameters import expected_parameters
 
 from kda_tl.registry import Registry
 from kda_tl.specs.archs import ARCHS
@@ -18,8 +20,7 @@ from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import schedule_for
 
-CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
-KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in [*CUDA_ARCHS, "cpu"] for spec in default_specs(arch)]
+KERNELS = [pytest.param(arch, spec, id=f"{arch}-{spec.key}") for arch in [*CUDA_ARCHS, "cpu"] for spec in built_specs(arch)]
 CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.values[0] in CUDA_ARCHS]
 
 # Name -> dimensions, in call order; scalars have none. dtype None: of the spec. Spelled out here, since ops call by position.
@@ -49,6 +50,25 @@ PARAMETERS: dict[str, dict[str, tuple[int, str | None]]] = {
         "uniform": (0, "int32"),
         "has_initial_state": (0, "int32"),
         "store_final_state": (0, "int32"),
+    },
+    "intracard_pre_scan": {
+        "v": (4, None),
+        "cu_seqlens": (1, "int32"),
+        **dict.fromkeys(("k_decayed", "k_to_end"), (4, "operand")),
+        "chunk_decay": (3, "float32"),
+        "A_inv": (4, "operand"),
+        **dict.fromkeys(("transitions", "biases"), (5, "float32")),
+        **dict.fromkeys(("num_seqs", "uniform", "segments", "segment_chunks", "every"), (0, "int32")),
+    },
+    "intracard_merge": {
+        **dict.fromkeys(("transitions", "biases"), (5, "float32")),
+        "cu_seqlens": (1, "int32"),
+        "initial_state": (4, None),
+        "state_indices": (1, "int32"),
+        "has_initial_state": (1, "uint8"),
+        "segment_states": (5, "float32"),
+        **dict.fromkeys(("seq_len", "num_seqs", "uniform", "load_state", "masked", "indexed"), (0, "int32")),
+        **dict.fromkeys(("null_index", "segment_chunks"), (0, "int32")),
     },
     "recurrent_decode": {
         **dict.fromkeys(("q", "k", "v", "g"), (4, None)),
@@ -89,7 +109,8 @@ def test_resources_stay_within_the_arch(built: Built, arch: str, spec: KernelSpe
         assert usage["spill_stores"] == usage["spill_loads"] == 0
         assert 0 < usage["registers"] <= 255
     for launch in meta["launches"]:
-        assert 0 < launch["shared_memory"] <= ARCHS[arch].shared_memory
+        assert (launch["shared_memory"] > 0) == (spec.kernel != "intracard_merge" or spec.as_dict()["delta"])
+        assert launch["shared_memory"] <= ARCHS[arch].shared_memory
         threads = int(launch["extents"]["threadIdx.x"])
         assert threads % 128 == 0 and threads <= 1024
         # All registers of a multiprocessor, whatever the schedule: more, and the launch fails.
@@ -108,13 +129,9 @@ def test_metadata_is_complete(built: Built, arch: str, spec: KernelSpec) -> None
     assert all(meta["versions"].values())
     assert meta.get("min_driver") == (None if is_cpu else 580)
 
-    expected = PARAMETERS[spec.kernel + ("_append" if getattr(spec, "prepared", False) else "")]
-    assert [parameter["name"] for parameter in meta["parameters"]] == list(expected)
-    for parameter in meta["parameters"]:
-        dimensions, dtype = expected[parameter["name"]]
-        own = {None: spec.as_dict()["dtype"], "operand": spec.operand_dtype, "state": spec.as_dict().get("state_dtype")}
-        assert parameter["dtype"] == own.get(dtype, dtype)
-        assert len(parameter.get("shape", ())) == len(parameter.get("strides", ())) == dimensions
+    found = {p["name"]: (len(p.get("shape", ())), p["dtype"]) for p in meta["parameters"]}
+    assert list(found.items()) == list(expected_parameters(spec).items())
+    assert all(len(p.get("shape", ())) == len(p.get("strides", ())) for p in meta["parameters"])
 
     source = "kernel.c" if is_cpu else "kernel.cu"
     assert set(meta["files"]) == {"lib.so", source} == {file.name for file in path.iterdir()} - {"meta.json"}
@@ -130,7 +147,8 @@ def test_what_is_in_a_gpu_artifact(built: Built, arch: str, spec: KernelSpec) ->
     library, source = (path / "lib.so").read_bytes(), (path / "kernel.cu").read_text()
     for launch in meta["launches"]:
         assert f"{launch['name']}(" in source and launch["name"].encode() in library
-    assert ("wgmma" in source) == (arch == "sm_90" and spec.kernel.startswith("chunk_"))
+    on_tensor_cores = spec.kernel in ("chunk_wy", "chunk_scan", "intracard_pre_scan") and spec.operand_dtype == "float16"
+    assert ("wgmma" in source) == (arch == "sm_90" and on_tensor_cores)
     fat_binary = b"\x50\xed\x55\xba"  # with PTX beside the cubin, for newer GPUs; an exact arch is one cubin
     assert (fat_binary in library) == (not ARCHS[arch].exact)
     assert b"libtilelang" not in library and b"libcuda" not in library  # it needs libc alone
@@ -141,7 +159,7 @@ def test_what_is_in_a_gpu_artifact(built: Built, arch: str, spec: KernelSpec) ->
 @pytest.mark.parametrize("arch", CUDA_ARCHS)
 def test_the_manifest_and_the_support_libraries(built: Built, arch: str) -> None:
     registry = built(arch)
-    assert set(registry.manifest(arch).artifacts) == {spec.key for spec in default_specs(arch)}
+    assert set(registry.manifest(arch).artifacts) == {spec.key for spec in built_specs(arch)}
     folder = registry.support_dir(arch)
     assert folder is not None
     registry.verify(folder)
@@ -149,10 +167,15 @@ def test_the_manifest_and_the_support_libraries(built: Built, arch: str) -> None
     assert {meta["runtime"], meta["helper"]} <= {file.name for file in folder.iterdir()}
 
 
+def test_what_tests_build_is_shipped() -> None:
+    for arch in ARCHS:
+        assert set(built_specs(arch)) <= set(default_specs(arch))
+
+
 @pytest.mark.cuda_compile
 def test_every_arch_has_artifacts_of_its_own(built: Built) -> None:
     ids = [entry.id for arch in CUDA_ARCHS for entry in built(arch).entries(arch)]
-    assert len(set(ids)) == len(ids) == sum(len(default_specs(arch)) for arch in CUDA_ARCHS)
+    assert len(set(ids)) == len(ids) == sum(len(built_specs(arch)) for arch in CUDA_ARCHS)
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +199,7 @@ def built_again(
 
 
 def chunk_scan(arch: str) -> KernelSpec:
-    spec = next(spec for spec in default_specs(arch) if spec.kernel == "chunk_scan")
-    return spec
+    return next(spec for spec in built_specs(arch) if spec.kernel == "chunk_scan")
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from kda_tl.compiler import resources, toolchain
 from kda_tl.compiler.errors import BuildError, ToolchainError
 from kda_tl.registry import ManifestError, Registry
 from kda_tl.specs.archs import ARCHS
-from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.deltalog import DeltaLogPrepSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 
 needs_tilelang = pytest.mark.tilelang
 needs_nvcc = pytest.mark.cuda_compile
 WY, SCAN = ChunkWySpec(dtype="float32"), ChunkScanSpec(dtype="float32")
+SPECS = [SCAN, ChunkScanSpec(head_dim_v=64, dtype="float32"), DeltaLogPrepSpec(dtype="float32")]  # quickly traced
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,9 @@ def test_a_build_with_everything_present_compiles_nothing(build, copied: Registr
     monkeypatch.setattr(build, "lower_program", refuse)
     before = {path: path.read_bytes() for path in copied.root.rglob("*") if path.is_file()}
     seen = []
-    results = build.build("cpu", default_specs("cpu"), copied, jobs=1, progress=seen.append)
-    assert [(result.compiled, result.seconds) for result in results] == [(False, 0.0)] * len(default_specs("cpu"))
-    keys = sorted(spec.key for spec in default_specs("cpu"))
+    results = build.build("cpu", SPECS, copied, jobs=1, progress=seen.append)
+    assert [(result.compiled, result.seconds) for result in results] == [(False, 0.0)] * len(SPECS)
+    keys = sorted(spec.key for spec in SPECS)
     assert sorted(result.spec.key for result in seen) == [result.spec.key for result in results] == keys
     assert {path: path.read_bytes() for path in copied.root.rglob("*") if path.is_file()} == before
 
@@ -65,11 +66,11 @@ def test_a_build_with_everything_present_compiles_nothing(build, copied: Registr
 @needs_tilelang
 def test_a_complete_registry_may_be_read_only(build, copied: Registry, monkeypatch) -> None:
     """No lock and no write, though worker processes look too."""
-    results = build.build("cpu", default_specs("cpu"), copied, jobs=1)
+    results = build.build("cpu", SPECS, copied, jobs=1)
     before = {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")}
     monkeypatch.setattr(Registry, "_lock", refuse)
-    assert build.build("cpu", default_specs("cpu"), copied, jobs=1, isolate=True) == results
-    assert build.build("cpu", default_specs("cpu"), copied, jobs=1) == results
+    assert build.build("cpu", SPECS, copied, jobs=1, isolate=True) == results
+    assert build.build("cpu", SPECS, copied, jobs=1) == results
     assert {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")} == before
 
 
@@ -98,8 +99,8 @@ def test_progress_tells_of_failures_too(build, broken, copied: Registry) -> None
 def test_only_what_is_missing_is_built(build, copied: Registry) -> None:
     missing = copied.find("cpu", SCAN.key)
     shutil.rmtree(missing)
-    results = build.build("cpu", default_specs("cpu"), copied, jobs=2)
-    assert {result.spec: result.compiled for result in results} == {spec: spec == SCAN for spec in default_specs("cpu")}
+    results = build.build("cpu", SPECS, copied, jobs=2)
+    assert {result.spec: result.compiled for result in results} == {spec: spec == SCAN for spec in SPECS}
     copied.verify(missing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,24 @@ def compile_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any]
 def compile_spec(compile_cpu: Callable[[str, Any], Any]) -> Callable[[KernelSpec, Schedule], Any]:
     """compile_spec(spec, schedule): that kernel for the cpu."""
 
+    @functools.cache
     def compiled(spec: KernelSpec, schedule: Schedule) -> Any:
         id = "-".join([spec.kernel, *map(str, {**spec.as_dict(), **schedule.as_dict()}.values())])
         module = importlib.import_module(f"kda_tl.kernels.{spec.kernel}")
         return compile_cpu(id, module.program(spec, schedule, "cpu"))
 
     return compiled
+
+
+@pytest.fixture(scope="session")
+def kernel_of(cpu_registry: Registry, compile_spec: Callable[[KernelSpec, Schedule], Any]) -> Callable[..., Any]:
+    """kernel_of(spec): the kernel of the default set; kernel_of(spec, schedule): compiled here."""
+
+    def kernel(spec: KernelSpec, schedule: Schedule | None = None) -> Any:
+        if schedule is not None:
+            return compile_spec(spec, schedule)
+        path = cpu_registry.find("cpu", spec.key)
+        assert path is not None
+        return load(cpu_registry, path, "cpu", spec.key)
+
+    return kernel

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from kernel_inputs import GATES, PACK, Problem, relative_error
 
-from kda_tl.reference import recurrent_kda
-from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+from kda_tl.ops.prefill_kernels import GateOptions, launch_chunk_scan, launch_chunk_wy
 from kda_tl.specs.schedules import ChunkScanSchedule, ChunkWySchedule
 
 pytestmark = pytest.mark.tilelang
@@ -21,19 +21,16 @@ Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 @pytest.fixture(scope="module")
 def run(compile_spec) -> Run:
     """run(problem, inputs): o and the final state of chunk_wy, then chunk_scan."""
-    wy_spec, scan_spec = ChunkWySpec(dtype="float16"), ChunkScanSpec(dtype="float16")
-    assert wy_spec.operand_dtype == scan_spec.operand_dtype == "float16"
-    chunk_wy, chunk_scan = compile_spec(wy_spec, ChunkWySchedule()), compile_spec(scan_spec, ChunkScanSchedule())
 
     def both(problem: Problem, x: dict[str, torch.Tensor], scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        A_inv, P = problem.workspace().half(), problem.workspace().half()
-        chunk_wy(x["q"], x["k"], x["g"], x["beta"], problem.cu_seqlens, A_inv, P, problem.uniform)
+        wy_spec, scan_spec = (dataclasses.replace(spec, dtype="float16") for spec in (problem.wy_spec, problem.scan_spec))
+        assert wy_spec.operand_dtype == scan_spec.operand_dtype == "float16"
+        chunk_wy, chunk_scan = compile_spec(wy_spec, ChunkWySchedule()), compile_spec(scan_spec, ChunkScanSchedule())
+        workspace, offsets = problem.workspace(torch.float16), problem.cu_seqlens
+        launch_chunk_wy(chunk_wy, x["q"], x["k"], x["g"], x["beta"], GateOptions(), offsets, workspace)
         o = torch.full_like(x["v"], torch.nan).contiguous()
         state = torch.full_like(x["initial_state"], torch.nan)
-        chunk_scan(
-            x["q"], x["k"], x["v"], x["g"], problem.cu_seqlens, A_inv, P, o, x["initial_state"], state,
-            scale, problem.uniform, 1, 1,
-        )  # fmt: skip
+        launch_chunk_scan(chunk_scan, x["v"], workspace, o, scale, offsets, x["initial_state"], state)
         return o, state
 
     return both
@@ -52,13 +49,8 @@ def test_against_the_recurrence(run: Run, gate: str, pack: bool) -> None:
     problem = Problem(lengths=PACK, tail=9, gate=gate) if pack else Problem(B=2, T=150, H=1, HV=2, gate=gate)
     x = narrow_inputs(problem)
     o, state = run(problem, x)
-    o_true, state_true = recurrent_kda(**x, scale=1.0, cu_seqlens=problem.offsets)
-    spans = (
-        [(0, slice(a, b)) for a, b in zip(problem.offsets, problem.offsets[1:])]
-        if pack
-        else [(0, slice(None)), (1, slice(None))]
-    )
-    for n, (b, span) in enumerate(spans):
+    o_true, state_true = problem.recurrence(x)
+    for n, (b, span) in enumerate(problem.spans):
         assert relative_error(o[b, span], o_true[b, span]) < LIMIT
         assert relative_error(state[n], state_true[n]) < LIMIT
 
@@ -72,7 +64,7 @@ def test_any_magnitude_of_values_and_states(run: Run, values: float, states: flo
     x = narrow_inputs(problem, values, states)
     scale = 1 / max(values, states)  # o is float16 here, and stays about 1
     o, state = run(problem, x, scale)
-    o_true, state_true = recurrent_kda(**x, scale=scale)
+    o_true, state_true = problem.recurrence(x, scale)
     assert relative_error(state, state_true) < LIMIT
     assert relative_error(o, o_true) < LIMIT
 

@@ -1,59 +1,73 @@
 """One tiny program around each tile macro. Imports TileLang, so tests import this module inside a fixture."""
 
-import json
 from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.compiler.lower import lower_program
 from kda_tl.kernels.tiles import chunks, scaling, triangular_inverse
 from kda_tl.kernels.tiles import decay_products as products
-from kda_tl.kernels.tiles.target import TileTarget
-from kda_tl.specs.archs import arch
+from kda_tl.kernels.tiles.target import LOG2_E, TileTarget
 
 
-def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128) -> Any:
+def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts: int = 4, read_first: bool = False) -> Any:
     """qk, kk [C, C] of a chunk whose q, k and g are whole tiles [C, K]; q and k hold zeros past `rows`."""
     t = TileTarget(target)
     C, K = chunk_size, head_dim
-    operand_dtype = "float32" if t.is_cpu else "float16"
+    size = C // parts
 
     @T.prim_func
     def decay_products_program(
-        q: T.Tensor((C, K), operand_dtype),
-        k: T.Tensor((C, K), operand_dtype),
+        q: T.Tensor((C, K), "float32"),
+        k: T.Tensor((C, K), "float32"),
         g: T.Tensor((C, K), "float32"),
+        bonus: T.Tensor((K,), "float32"),
         qk_out: T.Tensor((C, C), "float32"),
         kk_out: T.Tensor((C, C), "float32"),
         rows: T.int32,
     ):
-        with T.Kernel(1, threads=K) as _:
-            q_rows = t.column_pairs(C, K, operand_dtype)
-            k_rows = t.column_pairs(C, K, operand_dtype)
-            decay = t.column_pairs(C, K, "float32")
-            middle_decay = t.shared((K,), "float32")
-            left = t.shared((C, K), operand_dtype)
-            right = t.shared((C // 2, K), operand_dtype)
+        with T.Kernel(1, threads=parts * K // 2) as _:
+            q_rows = t.column_pairs(C, K, "float32", parts)
+            k_rows = t.column_pairs(C, K, "float32", parts)
+            decay = t.column_pairs(C, K, "float32", parts)
+            sums = products.PartSums(*(t.shared((parts, K), "float32") for _ in range(3)))
+            bonus_row = t.shared((K,), "float32")
+            left = t.shared((C, K), "float32")
+            right = t.shared((C // 2, K), "float32")
             qk = t.shared((C, C), "float32")
             kk = t.shared((C, C), "float32")
             product = t.fragment((C, C // 2), "float32")
-            for half, pair in t.each_column_pair(K):
-                for row in T.unroll(C // 2):
+            for part, pair in t.each_column_pair(K, parts):
+                whole = T.alloc_local((2,), "float32")
+                for j in t.pair():
+                    whole[j] = 0.0
+                for row in T.unroll(size):
                     for j in t.pair():
-                        q_rows[t.at(half, pair, row, j)] = q[half * (C // 2) + row, pair * 2 + j]
+                        q_rows[t.at(part, pair, row, j)] = q[part * size + row, pair * 2 + j]
                     for j in t.pair():
-                        k_rows[t.at(half, pair, row, j)] = k[half * (C // 2) + row, pair * 2 + j]
+                        k_rows[t.at(part, pair, row, j)] = k[part * size + row, pair * 2 + j]
                     for j in t.pair():
-                        decay[t.at(half, pair, row, j)] = T.if_then_else(
-                            half * (C // 2) + row < rows, T.exp(g[half * (C // 2) + row, pair * 2 + j]), 1.0
+                        decay[t.at(part, pair, row, j)] = T.if_then_else(
+                            part * size + row < rows, g[part * size + row, pair * 2 + j] * LOG2_E, 0.0
                         )
-                if half == 1:
+                    if row == 0:
+                        for j in t.pair():
+                            sums.first[part, pair * 2 + j] = decay[t.at(part, pair, row, j)]
+                    else:
+                        for j in t.pair():
+                            whole[j] = whole[j] + decay[t.at(part, pair, row, j)]
                     for j in t.pair():
-                        middle_decay[pair * 2 + j] = decay[t.at(half, pair, 0, j)]
+                        decay[t.at(part, pair, row, j)] = T.exp2(decay[t.at(part, pair, row, j)])
+                for j in t.pair():
+                    sums.rest[part, pair * 2 + j] = whole[j]
+                for j in t.pair():
+                    sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
+            for d in t.parallel(K):
+                bonus_row[d] = bonus[d]
             for i, j in t.parallel(C, C):
                 qk[i, j] = 0.0
                 kk[i, j] = 0.0
-            products.decay_products(t, q_rows, k_rows, decay, middle_decay, left, right, product, qk, kk, C, K)
+            products.decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
+                                    bonus_row if read_first else None)  # fmt: skip
             for i, j in t.parallel(C, C):
                 qk_out[i, j] = qk[i, j]
                 kk_out[i, j] = kk[i, j]
@@ -79,7 +93,7 @@ def unit_lower_inverse(target: str, size: int = 64) -> Any:
                 tile[i, j] = lower[i, j]
             for i in t.parallel(size):
                 scale[i] = row_scale[i]
-            triangular_inverse.unit_lower_inverse(t, tile, scale, inverse, size)
+            triangular_inverse.unit_lower_inverse(t, tile, scale, inverse, size, 128)
             for i, j in t.parallel(size, size):
                 out[i, j] = inverse[i, j]
 
@@ -124,9 +138,3 @@ PROGRAMS = {
     "locate_chunk": locate_chunk,
     "range_scale": range_scale,
 }
-
-
-def compile_for(arch_name: str, name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Files and metadata, for a worker process to return: through JSON, since TVM's strings do not survive pickling."""
-    compiled = lower_program(PROGRAMS[name](arch_name), arch(arch_name), name)
-    return compiled.files, json.loads(json.dumps(compiled.meta))

@@ -1,0 +1,31 @@
+"""What tests build: the cpu's default set, and of the GPU archs about one program per kernel, since each takes seconds.
+
+`test_compiler_everything.py` builds all of them, on request.
+"""
+
+from __future__ import annotations
+
+from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.decode import RecurrentDecodeSpec
+from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
+
+__all__ = ["CUDA_ARCHS", "built_specs"]
+
+CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
+
+ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec()]
+MORE_FOR_SM_90: list[KernelSpec] = [
+    ChunkScanSpec(state_dtype="bfloat16"),
+    RecurrentDecodeSpec(state_dtype="bfloat16"),
+    DeltaLogPrepSpec(),
+    DeltaLogDecodeSpec(prepared=True),
+]
+
+
+def built_specs(arch: str) -> list[KernelSpec]:
+    """The specs of the registry `built(arch)`; each is in the arch's default set."""
+    if ARCHS[arch].is_cpu:
+        return default_specs(arch)
+    return ONE_PER_OP + (MORE_FOR_SM_90 if arch == "sm_90" else [])
