@@ -319,7 +319,7 @@ def test_a_request_without_tokens_that_starts_from_nothing_clears_its_slot(op: S
     assert o.numel() == 0 and same(state, expected)
 
 
-UNPADDED = [op for op in SUBJECTS if not op.name.startswith("chunk") or op.name.endswith("128") or "kda" in op.name]
+UNPADDED = [op for op in SUBJECTS if not op.name.startswith("chunk") or "128" in op.name or "kda" in op.name]
 
 
 @pytest.mark.parametrize("op", UNPADDED, ids=lambda op: op.name)
