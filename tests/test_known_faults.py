@@ -28,7 +28,8 @@ Held elsewhere, by the test that is named:
 - fla#66, vllm-project/vllm#52413, threads and processes with a cold cache: test_cold_threads_load_once,
   test_cold_processes_share_one_registry.
 - fla#52, under a compiler: test_compiled_equals_eager, test_compiled_gradients_equal_eager_ones; decode, below.
-- MoonshotAI/FlashKDA#9, sequences that are cut: distributed/test_distributed_context, test_splits_are_exact_for_weak_decay_too.
+- MoonshotAI/FlashKDA#9, sequences that are cut: test_any_gate_is_exact, distributed/test_distributed_context,
+  test_splits_are_exact_for_weak_decay_too.
 - fla#945, configurations that race: gpu/.
 """
 

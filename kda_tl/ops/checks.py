@@ -24,6 +24,7 @@ __all__ = [
     "check_written",
     "checks_values",
     "host_offsets",
+    "mark_written",
     "narrowed",
 ]
 
@@ -115,6 +116,12 @@ def check_decay(name: str, g: torch.Tensor) -> None:
             f"{name} must be a natural-log decay <= 0, got {g.max().item():g}: "
             "pass log(decay), or use_gate_in_kernel=True for a raw gate input"
         )
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tells autograd of what a kernel has written, so that a graph that saved the old values refuses to go backward."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def narrowed(indices: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from kda_tl.ops.checks import (
     check_cu_seqlens,
     check_decay,
+    check_dense,
     check_dtype,
     check_null_index,
     check_number,
@@ -27,6 +28,7 @@ from kda_tl.ops.checks import (
     check_untraced,
     check_written,
     checks_values,
+    mark_written,
     narrowed,
 )
 from kda_tl.ops.plan import Launch, Plan
@@ -38,6 +40,7 @@ __all__ = ["DecodeCall", "bind", "plan", "refuse_unknown", "run"]
 
 F = {flag.name: int(flag) for flag in DecodeFlag}  # plain numbers: an IntFlag takes a microsecond to combine
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (Tensor, torch.nn.Parameter)
 V_MULTIPLE = 8
 LARGEST_V = 1024
 
@@ -113,6 +116,8 @@ def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
             _launch_widened(c, p, o, c.initial_state, final)
         else:
             _launch(c, p, o, c.initial_state, final)
+    if c.inplace and final is not None:
+        mark_written(final)
     return o.to(c.v.dtype), final
 
 
@@ -206,9 +211,11 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
 def _check_optional(
     name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layout: str, shapes: list[tuple[int, ...]]
 ) -> None:
-    check_untraced(**{name: tensor})
-    check_tensors(**{name: tensor})
+    if type(tensor) not in PLAIN:
+        check_untraced(**{name: tensor})
+        check_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
+    check_dense(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
     check_dtype(name, tensor, dtypes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kda_tl.ops.checks import narrowed
+from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
@@ -89,7 +89,9 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
-    if staged is not base:
+    if staged is base:
+        mark_written(base)
+    else:
         base.copy_(staged)
 
 

@@ -33,21 +33,25 @@ class Subject:
         return tuple(tensor.clone() for tensor in held)
 
 
-def _prefill(rule: str, size: int) -> Subject:
+def _prefill(rule: str, size: int, segments: int = 1) -> Subject:
+    last = 20 if segments == 1 else 135
+
     def make() -> dict[str, Any]:
-        x: dict[str, Any] = rule_inputs.inputs(rule, 24, H=2, HV=4, K=size, V=size, N=4)
+        x: dict[str, Any] = rule_inputs.inputs(rule, last + 4, H=2, HV=4, K=size, V=size, N=4)
         x = {rule_inputs.NAMES.get(rule, {}).get(name, name): tensor for name, tensor in x.items()}
         if rule in GATED:
             generator = torch.Generator().manual_seed(1)
             bias = torch.randn((4, size) if rule == "kda" else (4,), generator=generator)
             x |= {"A_log": torch.randn(4, generator=generator), "dt_bias": bias, "use_gate_in_kernel": True}
-        return x | _pack([0, 3, 3, 5, 20]) | {"state_indices": torch.tensor([3, -1, 0, 2], dtype=torch.int32)}
+        if segments > 1:
+            x["intracard_segments"] = segments
+        return x | _pack([0, 3, 3, 5, last]) | {"state_indices": torch.tensor([3, -1, 0, 2], dtype=torch.int32)}
 
     def call(x: dict[str, Any]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return rule_inputs.OPS[rule](**x)[0], x["initial_state"]
 
-    return Subject(f"chunk {rule} {size}", make, call)
+    return Subject(f"chunk {rule} {size}" + f" in {segments} segments" * (segments > 1), make, call)
 
 
 def _recurrent(rule: str, size: int) -> Subject:
@@ -92,6 +96,7 @@ def _pack(offsets: list[int]) -> dict[str, Tensor]:
 SUBJECTS = [
     *(_prefill(rule, 64) for rule in rule_inputs.OPS),
     *(_prefill(rule, 128) for rule in GATED),
+    _prefill("kda", 128, segments=2),
     *(_recurrent(rule, 128) for rule in decode_cases.OPS),
     _recurrent("kda", 64),
     *(_deltalog(rule) for rule in deltalog_cases.OPS),
