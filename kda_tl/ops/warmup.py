@@ -68,8 +68,8 @@ def warmup(
         elif isinstance(item, str) or _is_op(item):
             done.append(_call(item, arch, where, options))
             rule = getattr(getattr(op_named(done[-1]), "op", None), "rule", None)
-            for spec in default_specs(arch) if rule is not None else ():
-                if _serves(spec, rule) and dispatcher.choose(spec, arch).path is not None:
+            for spec in default_specs(arch):
+                if rule is not None and _serves(spec, rule) and dispatcher.choose(spec, arch).path is not None:
                     launch_once(spec, arch, where)
                     done.append(spec.key)
         else:
