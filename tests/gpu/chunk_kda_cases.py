@@ -144,7 +144,7 @@ def run_case(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float
         offsets = inputs["cu_seqlens"].tolist()
         spans = [(0, slice(a, b)) for a, b in itertools.pairwise(offsets)]
         assert not o[:, offsets[-1] :].any(), "outputs past the last sequence must be zero"
-    # Once nothing is written any more, a state may decay by more than 2^-24 within a chunk, the step of float16 operands: what is
+    # Once nothing is written, a state may decay by more than 2^-24 within a chunk, the step of float16 operands: what is
     # left has its order of magnitude then. Inputs here are about 1.
     floor = 1e-6 if case.v_drop is not None and case.v_drop[1] == 0.0 else 1e-30
     return {
