@@ -91,7 +91,7 @@ def kernels(root: Path, spec: KernelSpec, variants: Iterable[str]) -> dict[str, 
 
 
 def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: int) -> Iterator[dict[str, Any]]:
-    """Per variant the error of two heads, then its time. Raises where the error is over its tolerance."""
+    """Per variant the error of two heads, then its time. Raises where one is over its tolerance: a time means nothing then."""
     x: dict[str, Any] = make_inputs(Case("bench", T=tokens, H=heads, HV=heads, gate=gate), "cuda", seed=heads)
     x = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in x.items()}
     workspace = Workspace.empty(-(-tokens // WY.chunk_size), heads, 128, torch.float16, True, x["q"].device)

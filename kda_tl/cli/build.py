@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kda_tl.cli.shared import arch_option, registry_option, size, stored_bytes, table
+from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.defaults import default_specs
@@ -108,7 +109,7 @@ def _progress(arch: str, total: int) -> Iterator[Callable[[BuildResult], None]]:
     """A bar on a terminal, else one line per finished spec; on stderr, so that the table can be kept alone."""
     if sys.stderr.isatty():
         bar: ProgressBar[BuildResult] = click.progressbar(
-            length=total, label=f"{arch}, {total} programs", file=sys.stderr, show_eta=False, show_pos=True,
+            length=total, label=f"{arch}, {counted(total, 'program')}", file=sys.stderr, show_eta=False, show_pos=True,
             item_show_func=lambda result: "" if result is None else f"{result.spec.kernel} {_took(result)}",
         )  # fmt: skip
         with bar:
@@ -143,13 +144,17 @@ def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elaps
         spilling += _spills(meta) > 0
         rows.append((_took(result), *_resources(meta), size(stored_bytes(meta)), result.spec.key))
     header = ("time", "shared memory", "registers", "spills", "size", "spec")
-    lines = [f"{arch}: {len(results) - failed} programs in {elapsed:.1f} s" + (f", {failed} failed" if failed else "")]
+    lines = [
+        f"{arch}: {counted(len(results) - failed, 'program')} in {elapsed:.1f} s" + (f", {failed} failed" if failed else "")
+    ]
     lines.append(table(header, rows))
     support = registry.support_dir(arch)
     libraries = f", and {size(stored_bytes(registry.load_meta(support)))} of libraries that all of them load" if support else ""
     lines.append(f"  Together {size(total)}{libraries}.")
     if not row.is_cpu:
-        lines.append(f"  A block may use {size(row.shared_memory)} of shared memory; {spilling} programs spill registers.")
+        lines.append(
+            f"  A block may use {size(row.shared_memory)} of shared memory; {spilling} of {len(results)} spill registers."
+        )
     if row.min_driver:
         lines.append(f"  Runs with an NVIDIA driver R{row.min_driver} or newer.")
     if not row.measured:

@@ -44,7 +44,7 @@ Exits 1 where an error is too large, or kernels are missing and cannot be built 
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="One call against the float64 recurrence.")
 @click.option("--tokens", type=click.IntRange(1, 8192), default=300, show_default=True, help="T.")
 @click.option("--heads", type=click.IntRange(1, 64), default=2, show_default=True, help="H; v has twice as many.")
 @click.option("--device", "where", type=click.Choice(["cuda", "cpu"]), help="[default: cuda where there is one]")

@@ -20,6 +20,7 @@ import torch
 
 from kda_tl import __version__
 from kda_tl.cli.shared import json_option, registries, size
+from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime import dispatcher, driver, environment
 from kda_tl.runtime.errors import UnsupportedDevice
@@ -58,7 +59,7 @@ Exits 1 where a line is a problem, else 0: warnings concern only some uses.
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Check what is here, missing or in the way.")
 @json_option("A JSON array of objects: subject, status (ok, warning, problem), detail, fix.")
 def doctor(as_json: bool) -> None:
     """Check what kernels need here: to be built, to be found and to run.
@@ -76,7 +77,7 @@ def doctor(as_json: bool) -> None:
             if check.fix:
                 click.echo(f"{'':<8} {'':<{width}}  -> {check.fix}")
         problems, warnings = (sum(check.status == status for check in checks) for status in ("problem", "warning"))
-        click.echo(f"\n{problems} problems, {warnings} warnings")
+        click.echo(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
     if any(check.status == "problem" for check in checks):
         raise click.exceptions.Exit(1)
 

@@ -63,7 +63,9 @@ class Assignment(click.ParamType):
             return name, text
 
 
-EPILOG = """\b
+EPILOG = f"""OP is one of {", ".join(PLANNERS)}.
+
+\b
 Examples:
   kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
   kda-tl explain chunk_kda --heads 16 --value-heads 32 --lengths 100,2000,1
@@ -75,7 +77,7 @@ Exits 0 with a plan, also where artifacts are missing (the plan says so); 1 wher
 
 
 @click.command(epilog=EPILOG)
-@click.argument("op", type=click.Choice(list(PLANNERS)))
+@click.argument("op", type=click.Choice(list(PLANNERS)), metavar="OP")
 @click.option("--tokens", type=click.IntRange(min=0), help="T, tokens per sequence; of the whole pack with --lengths.")
 @click.option("--heads", type=POSITIVE, required=True, help="H, heads of q and k.")
 @click.option("--value-heads", type=POSITIVE, help="HV, heads of v, a multiple of H.  [default: as many as --heads]")
@@ -157,6 +159,13 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
         "arch": plan.arch,
         "problem": dict(plan.problem),
         "workspace_bytes": plan.workspace_bytes,
+        "segments": None
+        if plan.split is None
+        else {
+            "per_sequence": plan.split.segments,
+            "chunks": plan.split.segment_chunks,
+            "reason": plan.split.reason,
+        },
         "launches": launches,
         "build": list(dict.fromkeys(missing)),
     }

@@ -12,7 +12,7 @@ from kda_tl.registry import Registry, RegistryError, default_root
 __all__ = ["gc"]
 
 
-@click.command()
+@click.command(short_help="Remove what no manifest names any more.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be removed.")
 @click.option(
     "--min-age",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_tl.distributed.errors import ContextParallelError
 from kda_tl.distributed.exchange import Group, fold
-from kda_tl.distributed.layout import Layout, Piece, Route, check_offsets
+from kda_tl.distributed.layout import Layout, Piece, Route, check_integers, check_offsets
 
 __all__ = ["ContextParallel", "RoutedContext"]
 
@@ -105,6 +105,8 @@ class ContextParallel(RoutedContext):
 
         Raises RuntimeError without init_process_group; ValueError where the sizes differ or this process is not in the group.
         """
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: see packed, dense and from_local")
         members = Group.of(group)
         if len(layout.pieces) != members.size:
             raise ValueError(f"layout must be for the {members.size} ranks of the group, got {len(layout.pieces)}")
@@ -165,7 +167,10 @@ class ContextParallel(RoutedContext):
                     f"got {len(sequences)} and {len(starts)}"
                 )
             pieces = tuple(
-                Piece(int(n), int(start), offsets[i + 1] - offsets[i]) for i, (n, start) in enumerate(zip(sequences, starts))
+                Piece(n, start, last - first)
+                for n, start, (first, last) in zip(
+                    check_integers("sequences", sequences), check_integers("starts", starts), itertools.pairwise(offsets)
+                )
             )
         except Exception as caught:  # whatever it is, the others are waiting
             error = caught
@@ -196,15 +201,28 @@ class ContextParallel(RoutedContext):
 
     def take(self, x: Tensor, cu_seqlens: Sequence[int] | Tensor | None = None) -> Tensor:
         """This rank's tokens of a whole tensor: x [B, T, ..] of a dense batch, or [1, T, ..] of the pack with the offsets
-        `cu_seqlens` [N + 1] of all sequences. Returns [B, num_tokens, ..], a view where the pieces lie side by side."""
+        `cu_seqlens` [N + 1] of all sequences. Returns [B, num_tokens, ..], a view where the pieces lie side by side.
+
+        Raises TypeError or ValueError where x or cu_seqlens is not of this context's sequences."""
+        lengths = self.layout.lengths
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if not self.is_packed:
+            rows = (len(lengths), next(iter(lengths.values()), 0))
+            if x.dim() < 2 or (rows[0] and tuple(x.shape[:2]) != rows):
+                raise ValueError(f"x must have shape [B, T, ..] = [{rows[0]}, {rows[1]}, ..], got {list(x.shape)}")
             if len({(piece.start, piece.end) for piece in self.pieces}) == 1 and self.sequences == tuple(range(len(x))):
                 return x[:, self.pieces[0].start : self.pieces[0].end]
-            rows = [x[piece.sequence, piece.start : piece.end] for piece in self.pieces]
-            return torch.stack(rows) if rows else x[:0, :0]
+            taken = [x[piece.sequence, piece.start : piece.end] for piece in self.pieces]
+            return torch.stack(taken) if taken else x[:0, :0]
         if cu_seqlens is None:
             raise ValueError("cu_seqlens must be the offsets of the whole pack, got None")
         bounds = check_offsets("cu_seqlens", cu_seqlens)
+        given = {n: last - first for n, (first, last) in enumerate(itertools.pairwise(bounds))}
+        if any(given.get(n) != length for n, length in lengths.items()):
+            raise ValueError(f"cu_seqlens must be of sequences of the lengths {lengths}, got {list(bounds)}")
+        if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] < bounds[-1]:
+            raise ValueError(f"x must have shape [1, T, ..] with T of at least {bounds[-1]}, got {list(x.shape)}")
         spans = [(bounds[p.sequence] + p.start, bounds[p.sequence] + p.end) for p in self.pieces if p.length]
         if all(before[1] == after[0] for before, after in itertools.pairwise(spans)):
             return x[:, spans[0][0] : spans[-1][1]] if spans else x[:, :0]

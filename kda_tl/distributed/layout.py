@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-__all__ = ["Layout", "Piece", "Route", "check_offsets"]
+__all__ = ["Layout", "Piece", "Route", "check_integers", "check_offsets"]
 
 
 @dataclass(frozen=True, order=True)
@@ -172,13 +172,20 @@ class Layout:
         return "   ".join(words) or "nothing"
 
 
-def check_offsets(name: str, values: Iterable[int] | Tensor) -> tuple[int, ...]:
-    """Whole numbers from 0 that do not decrease, at least one. Raises TypeError or ValueError, which name the argument."""
+def check_integers(name: str, values: Iterable[int] | Tensor) -> tuple[int, ...]:
+    """The values as Python integers. Raises TypeError, which names the argument."""
+    if isinstance(values, Tensor) and values.is_meta:
+        raise TypeError(f"{name} must have values, got a tensor on meta")
     listed = values.tolist() if isinstance(values, Tensor) else values
     try:
-        offsets = tuple(operator.index(x) for x in listed)
+        return tuple(operator.index(x) for x in listed)
     except TypeError:
         raise TypeError(f"{name} must hold integers, got {values!r}") from None
+
+
+def check_offsets(name: str, values: Iterable[int] | Tensor) -> tuple[int, ...]:
+    """Whole numbers from 0 that do not decrease, at least one. Raises TypeError or ValueError, which name the argument."""
+    offsets = check_integers(name, values)
     if not offsets or offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {list(offsets[:1])}")
     for index, (first, last) in enumerate(itertools.pairwise(offsets)):

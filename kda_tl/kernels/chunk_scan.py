@@ -8,6 +8,23 @@ With the state S before the chunk and what chunk_wy stored, per chunk:
     S        = Diag(chunk_decay) S + k_to_end^T u
 
 S stays in registers in float32. The same program serves every rule; without the delta correction u is v.
+
+Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
+NVIDIA H200. Three were counted, two of them built and timed; milliseconds of chunk_wy + chunk_scan at 96 and 32 heads:
+
+    lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.97 + 0.37   0.36 + 0.19
+    wide    W and U in place of A_inv and k_decayed, v                        8.5 + 5.5     not built
+
+The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
+it a chunk takes 1.5 (V tile 32) to 2.9 (128), the plain variant went from 7.3 to 1.3 ms, and every rule, gate and norm is
+chunk_wy's business alone. The wide plan would save the scan one product in its chain, 0.2 of 1.5 microseconds, and round W to
+an operand where the residual here is float32. A cluster whose V tiles share what they load has nothing left to share but loads
+that come from L2; it compiles and runs (T.tma_copy with cluster_mask, T.mbarrier_expect_tx on the ranks that receive).
+What limits the scan now is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads
+and V tile 128; what limits chunk_wy is its number of instructions, 37,000 per chunk and warp slot, 40 % of them addresses of
+swizzled stores: padded rows with mma in place of wgmma need 14 % fewer and take as long, bound by ldmatrix.
+`tools/bench_chunk_kda.py` measures both.
 """
 
 from typing import Any

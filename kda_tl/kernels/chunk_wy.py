@@ -42,7 +42,6 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     t = TileTarget(arch)
     C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
     per_key, scalar, delta, read_first = spec.decay == "per_key", spec.decay == "scalar", spec.delta, spec.read_first
-    gated = per_key or scalar
     parts = schedule.parts
     size = C // parts
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
@@ -90,12 +89,13 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
                 decay = t.column_pairs(C, K, "float32", parts)
+                raw_g = t.column_pairs(C, K, gate_dtype, parts)
                 raw = t.column_pairs(2 * LOAD_BATCH * parts, K, dtype, parts)
                 wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 q_rows = t.column_pairs(C, K, operand_dtype, parts)
                 k_rows = t.column_pairs(C, K, operand_dtype, parts)
                 norms = t.shared((2, C), "float32")
-                log_decays = t.shared((C, K if per_key else 1), "float32")
+                log_decays = t.shared((C,), "float32")  # of a scalar decay
                 sums = PartSums(
                     t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
                 )
@@ -111,20 +111,13 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
                     rate = gate_rate(A_log[value_head])
                 # Rows past the end read the last one instead, and then count for nothing: without a branch loads go in batches.
-                if per_key:
-                    for i, d in t.parallel(C, K):
-                        x = T.alloc_var("float32", init=0.0)
-                        x = g[batch, start + T.min(i, rows - 1), value_head, d]
-                        if gate_form != int(GateForm.IDENTITY):
-                            x = log_decay(gate_form, x + dt_bias[value_head * K + d], rate, lower_bound)
-                        log_decays[i, d] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
                 if scalar:
                     for i in t.parallel(C):
                         x = T.alloc_var("float32", init=0.0)
                         x = g[batch, start + T.min(i, rows - 1), value_head]
                         if gate_form != int(GateForm.IDENTITY):
                             x = log_decay(gate_form, x + dt_bias[value_head], rate, lower_bound)
-                        log_decays[i, 0] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
+                        log_decays[i] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
                 for i in t.parallel(C):
                     norms[0, i] = T.if_then_else(i < rows, 1.0, 0.0)
                     norms[1, i] = T.if_then_else(i < rows, 1.0, 0.0)
@@ -145,28 +138,15 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                     for first in list(range(0, size, LOAD_BATCH)):
                         for r in T.unroll(LOAD_BATCH):
                             i = start + T.min(part * size + first + r, rows - 1)
+                            if per_key:
+                                for j in t.pair():
+                                    raw_g[t.at(part, pair, first + r, j)] = g[batch, i, value_head, pair * 2 + j]
                             for j in t.pair():
                                 raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
                             for j in t.pair():
                                 raw[t.at(part, pair, LOAD_BATCH + r, j)] = q[batch, i, head, pair * 2 + j]
                         for r in T.unroll(LOAD_BATCH):
                             row = first + r
-                            if gated:
-                                for j in t.pair():
-                                    decay[t.at(part, pair, row, j)] = log_decays[
-                                        part * size + row, pair * 2 + j if per_key else 0
-                                    ]
-                                if row == 0:
-                                    for j in t.pair():
-                                        sums.first[part, pair * 2 + j] = decay[t.at(part, pair, row, j)]
-                                else:
-                                    for j in t.pair():
-                                        whole[j] = whole[j] + decay[t.at(part, pair, row, j)]
-                                for j in t.pair():
-                                    decay[t.at(part, pair, row, j)] = T.exp2(decay[t.at(part, pair, row, j)])
-                            else:
-                                for j in t.pair():
-                                    decay[t.at(part, pair, row, j)] = 1.0
                             for j in t.pair():
                                 wide[j] = raw[t.at(part, pair, r, j)]
                             for j in t.pair():
@@ -175,16 +155,35 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                                 wide[j] = raw[t.at(part, pair, LOAD_BATCH + r, j)]
                             for j in t.pair():
                                 q_rows[t.at(part, pair, row, j)] = wide[j] * norms[0, part * size + row]
+                    if per_key:
+                        for r in T.unroll(size):
+                            for j in t.pair():
+                                decay[t.at(part, pair, r, j)] = raw_g[t.at(part, pair, r, j)]
+                        if gate_form != int(GateForm.IDENTITY):
+                            activate(t, decay, dt_bias, value_head * K, gate_form, rate, lower_bound, part, pair, size)
+                    for r in T.unroll(size):
+                        if per_key:
+                            inside = part * size + r < rows
+                            for j in t.pair():
+                                wide[j] = T.if_then_else(inside, decay[t.at(part, pair, r, j)] * LOG2_E, 0.0)
+                        elif scalar:
+                            for j in t.pair():
+                                wide[j] = log_decays[part * size + r]
+                        else:
+                            for j in t.pair():
+                                wide[j] = 0.0
+                        if r == 0:
+                            for j in t.pair():
+                                sums.first[part, pair * 2 + j] = wide[j]
+                        else:
+                            for j in t.pair():
+                                whole[j] = whole[j] + wide[j]
+                        for j in t.pair():
+                            decay[t.at(part, pair, r, j)] = T.exp2(wide[j])
                     for j in t.pair():
                         sums.rest[part, pair * 2 + j] = whole[j]
                     for j in t.pair():
-                        if gated:
-                            sums.whole[part, pair * 2 + j] = whole[j] + log_decays[part * size, pair * 2 + j if per_key else 0]
-                        else:
-                            sums.whole[part, pair * 2 + j] = 0.0
-                    if not gated:
-                        for j in t.pair():
-                            sums.first[part, pair * 2 + j] = 0.0
+                        sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
                 for i, j in t.parallel(C, C):
                     kk[i, j] = 0.0
                     qk[i, j] = 0.0
@@ -219,23 +218,54 @@ def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
     else:
         thread = T.get_thread_binding()
         lane = thread % 32
-        x = T.alloc_local((2, K // 32), "float32")
-        squares = T.alloc_local((2,), "float32")
+        rows_of_warp = C // warps
+        raw = T.alloc_local((2, rows_of_warp, K // 32), q.dtype)
+        squares = T.alloc_local((2, rows_of_warp), "float32")
         T.sync_threads()  # the ones that are there
-        for step in T.serial(C // warps):
-            i = step * warps + thread // 32
-            if i < rows:
-                for d in T.vectorized(K // 32):
-                    x[0, d] = q[batch, start + i, head, lane * (K // 32) + d]
-                for d in T.vectorized(K // 32):
-                    x[1, d] = k[batch, start + i, head, lane * (K // 32) + d]
+        for step in T.unroll(rows_of_warp):
+            i = start + T.min(step * warps + thread // 32, rows - 1)
+            for d in T.vectorized(K // 32):
+                raw[0, step, d] = q[batch, i, head, lane * (K // 32) + d]
+            for d in T.vectorized(K // 32):
+                raw[1, step, d] = k[batch, i, head, lane * (K // 32) + d]
+        for step in T.unroll(rows_of_warp):
+            for side in list(range(2)):
+                squares[side, step] = 0.0
+                for d in T.unroll(K // 32):
+                    squares[side, step] = squares[side, step] + T.cast(raw[side, step, d], "float32") * T.cast(
+                        raw[side, step, d], "float32"
+                    )
+                squares[side, step] = T.warp_reduce_sum(squares[side, step])
+        for step in T.unroll(rows_of_warp):
+            if lane == 0 and step * warps + thread // 32 < rows:
                 for side in list(range(2)):
-                    squares[side] = 0.0
-                    for d in T.unroll(K // 32):
-                        squares[side] = squares[side] + x[side, d] * x[side, d]
-                    squares[side] = T.warp_reduce_sum(squares[side])
-                    if lane == 0:
-                        norms[side, i] = inverse_norm(squares[side])
+                    norms[side, step * warps + thread // 32] = inverse_norm(squares[side, step])
+
+
+@T.macro
+def activate(t, decay, dt_bias, first_bias, form, rate, lower_bound, part, pair, size):
+    """Raw gates to natural-log decays, in registers. One branch around all rows: none would wait for another's load.
+
+    The hardware's exp2 and log2 are good to a few 1e-7 here: log1p of a small number is a polynomial, 1 / (1 + e) is
+    2^-log2(1 + e), which is 0 for an infinite e.
+    """
+    bias = T.alloc_local((2,), "float32")
+    for j in t.pair():
+        bias[j] = dt_bias[first_bias + pair * 2 + j]
+    if form == int(GateForm.SOFTPLUS):
+        for r in T.unroll(size):
+            for j in T.unroll(2):
+                x = decay[t.at(part, pair, r, j)] + bias[j]
+                e = T.exp2(T.min(x, -x) * LOG2_E)
+                small = e * (1.0 - e * (0.5 - e * (0.33333334 - e * (0.25 - e * (0.2 - e * 0.16666667)))))
+                grown = T.log2(1.0 + e) * (1.0 / LOG2_E)
+                decay[t.at(part, pair, r, j)] = -rate * (T.max(x, 0.0) + T.if_then_else(e < 0.0625, small, grown))
+    else:
+        slope = T.if_then_else(form == int(GateForm.BOUNDED), rate, 1.0) * LOG2_E
+        for r in T.unroll(size):
+            for j in T.unroll(2):
+                x = decay[t.at(part, pair, r, j)] + bias[j]
+                decay[t.at(part, pair, r, j)] = lower_bound * T.exp2(-T.log2(1.0 + T.exp2(-x * slope)))
 
 
 @T.macro

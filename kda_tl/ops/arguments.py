@@ -41,6 +41,7 @@ class Arguments(NamedTuple):
     state_v_first: bool = False
     output_final_state: bool = False
     return_intermediate_states: bool = False
+    intracard_segments: int | None = None
     state_indices: Tensor | None = None
     null_index: int | None = None
 

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["check_cu_seqlens", "check_dtype", "check_shape", "check_tensors", "host_offsets"]
+from kda_tl.runtime.environment import check_setting
+
+__all__ = [
+    "check_cu_seqlens",
+    "check_decay",
+    "check_dense",
+    "check_dtype",
+    "check_null_index",
+    "check_number",
+    "check_shape",
+    "check_tensors",
+    "check_untraced",
+    "check_written",
+    "checks_values",
+    "host_offsets",
+    "mark_written",
+    "narrowed",
+]
+
+INT32_MAX = 2**31 - 1
 
 
 def check_tensors(**tensors: object) -> None:
@@ -16,10 +37,28 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            check_dense(name, tensor)
         devices.setdefault(tensor.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"all tensors must be on one device, got {listed}")
+
+
+def check_untraced(**tensors: object) -> None:
+    """For ops that are not registered with torch: no fake tensors, whose memory a kernel would take for an address."""
+    for name, tensor in tensors.items():
+        if type(tensor) is FakeTensor:
+            raise TypeError(
+                f"{name} must have memory, got a FakeTensor: this op cannot be traced, call it outside of the graph"
+            )
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Elements at strides in memory, which is all that a kernel can read."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{name} must be a dense, strided tensor, got {kind}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -32,6 +71,62 @@ def check_shape(name: str, tensor: torch.Tensor, layout: str, shape: Sequence[in
     """layout: how the shape reads in the documentation, "[B, T, HV, V]"."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_number(name: str, value: object, allowed: str) -> None:
+    """value: a Python number, or what a compiler traces in its place; None passes."""
+    if value is None or type(value) is float:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
+
+
+def check_null_index(null_index: object) -> None:
+    """An integer that an int32 holds: a launcher would cut a larger one to the number of a slot that is somebody's."""
+    if null_index is None or isinstance(null_index, torch.SymInt):
+        return
+    if isinstance(null_index, bool) or not isinstance(null_index, int):
+        raise TypeError(f"null_index must be an int or None, got {type(null_index).__name__}")
+    if not -INT32_MAX - 1 <= null_index <= INT32_MAX:
+        raise ValueError(f"null_index must be an int of 32 bits or None, got {null_index}")
+
+
+def check_written(name: str, tensor: torch.Tensor, negated: bool = False) -> None:
+    """A tensor that is updated in place holds every element once, and as it is unless it may be `negated`, lazily."""
+    if 0 in tensor.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} must not be expanded to be updated in place: elements share their memory, got strides "
+            f"{list(tensor.stride())} for shape {list(tensor.shape)}"
+        )
+    if tensor.is_neg() and not negated:
+        raise ValueError(f"{name} must not be a lazily negated view to be updated in place: pass {name}.resolve_neg()")
+
+
+def checks_values(tensor: torch.Tensor) -> bool:
+    """KDA_TL_CHECK=1: what the device alone knows is waited for and checked; no graph may be captured meanwhile."""
+    return check_setting() is not None and os.environ.get("KDA_TL_CHECK") == "1" and not isinstance(tensor, FakeTensor)
+
+
+def check_decay(name: str, g: torch.Tensor) -> None:
+    """g: natural-log decays, at most 0. What is above is a linear decay as a rule, in (0, 1]."""
+    if bool((g > 0).any()):
+        raise ValueError(
+            f"{name} must be a natural-log decay <= 0, got {g.max().item():g}: "
+            "pass log(decay), or use_gate_in_kernel=True for a raw gate input"
+        )
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tells autograd of what a kernel has written, so that a graph that saved the old values refuses to go backward."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def narrowed(indices: torch.Tensor) -> torch.Tensor:
+    """int32 for a kernel. What int32 does not hold stays out of every range, instead of coming round to another number."""
+    return indices if indices.dtype == torch.int32 else indices.clamp(-1, INT32_MAX).to(torch.int32)
 
 
 def host_offsets(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None) -> list[int] | None:
@@ -54,6 +149,7 @@ def check_cu_seqlens(
             continue
         if not isinstance(offsets, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(offsets).__name__}")
+        check_dense(name, offsets)
         check_dtype(name, offsets, (torch.int32, torch.int64))
         if offsets.dim() != 1 or offsets.numel() < 1:
             raise ValueError(f"{name} must have shape [N + 1] with N >= 0, got {list(offsets.shape)}")

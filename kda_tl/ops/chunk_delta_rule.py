@@ -37,6 +37,7 @@ def chunk_delta_rule(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """DeltaNet: KDA without a decay (arXiv 2406.06484).
@@ -60,6 +61,7 @@ def chunk_delta_rule(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

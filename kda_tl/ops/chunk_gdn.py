@@ -45,6 +45,7 @@ def chunk_gdn(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """Gated DeltaNet: KDA with one decay for all key channels of a head (arXiv 2412.06464).
@@ -81,6 +82,7 @@ def chunk_gdn(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

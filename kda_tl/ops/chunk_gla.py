@@ -34,6 +34,7 @@ def chunk_gla(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """Gated linear attention: S <- Diag(exp(g)) S + k v^T, o = scale S^T q (arXiv 2312.06635).
@@ -54,6 +55,7 @@ def chunk_gla(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

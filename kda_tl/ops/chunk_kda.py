@@ -49,6 +49,7 @@ def chunk_kda(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """Kimi Delta Attention, forward. Per token: decay the state, form the residual against it, write, then read.
@@ -85,6 +86,11 @@ def chunk_kda(
             marks padding, as null_index does.
         has_initial_state: [N] bool; where False the sequence starts from zero, whatever initial_state holds.
         null_index: of sequences that are padding: their output is zero, and no slot is read or written.
+        intracard_segments: into how many segments, run side by side, a sequence is cut; exact for any gate. None: as many as
+            pay, by a plan from sizes, head counts and the device (`kda_tl.explain` shows it); 1: not cut; n: n for the longest
+            sequence (for one of T tokens where the host does not know the lengths of a pack), segments as long as its for the
+            others. Equal cuts give equal bits: for outputs that do not depend on what else is in the batch, pass 1, or any n
+            with dense batches.
         safe_gate, disable_recompute, use_graph, max_num_seqs: accepted for flash-linear-attention's sake. They choose among
             its kernels; ours are right for any gate, keep nothing, and need no flag to be captured in a graph. `safe_gate` with
             `use_gate_in_kernel` needs `lower_bound`, as there.
@@ -114,7 +120,7 @@ def chunk_kda(
         q, k, v, g, beta, None, A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None, initial_state,
         has_initial_state, cu_seqlens, cu_seqlens_cpu, scale, lower_bound, bool(use_qk_l2norm_in_kernel),
         bool(use_gate_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval), bool(state_v_first),
-        bool(output_final_state), bool(return_intermediate_states), state_indices, null_index,
+        bool(output_final_state), bool(return_intermediate_states), intracard_segments, state_indices, null_index,
     )  # fmt: skip
     check_options(CHUNK_KDA, a, kwargs, chunk_size)
     return a

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments, Op
-from kda_tl.ops.offered import MAX_HEAD_DIM_V
+from kda_tl.ops.checks import check_dtype, check_tensors
+from kda_tl.ops.offered import DTYPES, MAX_HEAD_DIM_V
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
 from kda_tl.ops.prefill_library import register, run
 from kda_tl.specs.rules import Rule
@@ -38,6 +39,7 @@ def chunk_linear_attention(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Linear attention: S <- S + k v^T, o = scale S^T q (arXiv 2006.16236).
@@ -60,7 +62,7 @@ def chunk_linear_attention(
     a = arguments(
         q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, cu_seqlens_cpu, state_v_first=state_v_first,
         return_intermediate_states=return_intermediate_states, chunk_size=chunk_size, state_indices=state_indices,
-        has_initial_state=has_initial_state, null_index=null_index, **kwargs,
+        has_initial_state=has_initial_state, null_index=null_index, intracard_segments=intracard_segments, **kwargs,
     )  # fmt: skip
     results: tuple[Tensor, Any] = run(CHUNK_LINEAR_ATTENTION, a)
     if not normalize:
@@ -87,6 +89,7 @@ def arguments(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """What the kernels run. The normalizer is one more column of v, all ones: its column of the state is z."""
@@ -101,31 +104,38 @@ def arguments(
             if value is not None and value is not False:
                 raise ValueError(f"{name} needs normalize=False: with it a state is a pair")
         if isinstance(initial_state, tuple):
+            if len(initial_state) != 2:
+                raise ValueError(f"initial_state must be a pair (state, z) with normalize, got {len(initial_state)} entries")
             state, z = initial_state
         if isinstance(v, torch.Tensor) and v.dim() == 4:
             if v.shape[-1] >= MAX_HEAD_DIM_V:
                 raise ValueError(
                     f"V, the last size of v, must be from 1 to {MAX_HEAD_DIM_V - 1} with normalize, got {v.shape[-1]}"
                 )
-            if state is not None or z is not None:
+            if (state is not None or z is not None) and isinstance(q, torch.Tensor) and q.dim() == 4:
                 state = _with_normalizer(state, z, q, v)
             v = torch.cat([v, v.new_ones((*v.shape[:-1], 1))], -1)
     a = Arguments(
         q=q, k=k, v=v, initial_state=state, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, scale=scale, state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state), return_intermediate_states=bool(return_intermediate_states),
-        state_indices=state_indices, null_index=null_index,
+        intracard_segments=intracard_segments, state_indices=state_indices, null_index=null_index,
     )  # fmt: skip
     check_options(CHUNK_LINEAR_ATTENTION, a, kwargs, chunk_size)
     return a
 
 
 def _with_normalizer(state: Any, z: Any, q: Tensor, v: Tensor) -> Tensor:
-    for name, value in (("initial_state", state), ("z, the second of initial_state,", z)):
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     given = state if state is not None else z
-    N, HV, K, V = given.shape[0], v.shape[2], q.shape[-1], v.shape[3]
+    for name, value in (("initial_state", state), ("z, the second of initial_state,", z)):
+        if value is None:
+            continue
+        check_tensors(**{name: value})
+        check_dtype(name, value, DTYPES["initial_state"])
+        if value.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {value.device}")
+    N = given.shape[0] if given.dim() else 0
+    HV, K, V = v.shape[2], q.shape[-1], v.shape[3]
     for name, value, layout, shape in (
         ("initial_state", state, "[N, HV, K, V]", (N, HV, K, V)),
         ("z, the second of initial_state,", z, "[N, 1, HV, K]", (N, 1, HV, K)),

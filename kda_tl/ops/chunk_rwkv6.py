@@ -35,6 +35,7 @@ def chunk_rwkv6(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """RWKV6: o = scale (S^T r + (r . u k) v), then S <- Diag(exp(w)) S + k v^T (arXiv 2404.05892).
@@ -61,6 +62,7 @@ def chunk_rwkv6(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

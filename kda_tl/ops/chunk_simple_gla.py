@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments, Op
+from kda_tl.ops.checks import check_dtype, check_shape, check_tensors
+from kda_tl.ops.offered import DTYPES
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
@@ -36,6 +38,7 @@ def chunk_simple_gla(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     null_index: int | None = None,
+    intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
     """Linear attention with a scalar decay: S <- exp(g) S + k v^T, o = scale S^T q.
@@ -47,17 +50,19 @@ def chunk_simple_gla(
         g: [B, T, HV], natural-log decay <= 0.
         g_gamma: [HV], the same for every token (RetNet). One of the two; neither is no decay.
     """
-    if g_gamma is not None:
-        if g is not None:
-            raise ValueError("g and g_gamma exclude each other: pass one of them")
-        if not isinstance(g_gamma, torch.Tensor):
-            raise TypeError(f"g_gamma must be a torch.Tensor, got {type(g_gamma).__name__}")
-        if isinstance(v, torch.Tensor) and v.dim() == 4:
-            if g_gamma.shape != v.shape[2:3]:
-                raise ValueError(f"g_gamma must have shape [HV] = {list(v.shape[2:3])}, got {list(g_gamma.shape)}")
+    if g_gamma is not None and g is not None:
+        raise ValueError("g and g_gamma exclude each other: pass one of them")
+    if g is None:
+        check_tensors(q=q, k=k, v=v)
+        if v.dim() != 4:
+            raise ValueError(f"v must have shape [B, T, HV, V], got {list(v.shape)}")
+        if g_gamma is None:
+            g = torch.zeros((), device=v.device).expand(v.shape[:3])
+        else:
+            check_tensors(v=v, g_gamma=g_gamma)
+            check_dtype("g_gamma", g_gamma, DTYPES["g"])
+            check_shape("g_gamma", g_gamma, "[HV]", v.shape[2:3])
             g = g_gamma.expand(v.shape[:3])
-    elif g is None and isinstance(v, torch.Tensor) and v.dim() == 4:
-        g = torch.zeros((), device=v.device).expand(v.shape[:3])
     a = Arguments(
         q=q,
         k=k,
@@ -71,6 +76,7 @@ def chunk_simple_gla(
         state_v_first=bool(state_v_first),
         output_final_state=bool(output_final_state),
         return_intermediate_states=bool(return_intermediate_states),
+        intracard_segments=intracard_segments,
         state_indices=state_indices,
         null_index=null_index,
     )

@@ -16,7 +16,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_tl.ops.checks import check_cu_seqlens, check_dtype, check_shape, check_tensors
+from kda_tl.ops.checks import (
+    check_cu_seqlens,
+    check_decay,
+    check_dense,
+    check_dtype,
+    check_null_index,
+    check_number,
+    check_shape,
+    check_tensors,
+    check_untraced,
+    check_written,
+    checks_values,
+    mark_written,
+    narrowed,
+)
 from kda_tl.ops.plan import Launch, Plan
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSpec, decode_specs
@@ -26,6 +40,7 @@ __all__ = ["DecodeCall", "bind", "plan", "refuse_unknown", "run"]
 
 F = {flag.name: int(flag) for flag in DecodeFlag}  # plain numbers: an IntFlag takes a microsecond to combine
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (Tensor, torch.nn.Parameter)
 V_MULTIPLE = 8
 LARGEST_V = 1024
 
@@ -83,11 +98,17 @@ class _Problem:
 
 def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of v, and the final state: the pool itself where `inplace`, else a new one, or None."""
+    if torch.compiler.is_compiling():
+        # Not registered with torch: a compiled function breaks its graph here, and traces nothing that is cached or launched.
+        untraced: Callable[[DecodeCall], tuple[Tensor, Tensor | None]] = torch.compiler.disable(run)
+        return untraced(c)
     p = _check(c)
     final = _final_state(c, p)
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=_torch_dtype(p.spec.dtype), device=c.v.device)
     if p.N == 0 or p.T == 0:
-        if final is not None and c.initial_state is not None and not c.inplace:
+        if c.inplace and c.has_initial_state is not None and p.N:
+            _clear_slots(c)
+        elif final is not None and c.initial_state is not None and not c.inplace:
             final.copy_(_gathered(c, p.N)[0])
         return o.zero_().to(c.v.dtype), final
     with torch.no_grad(), torch.cuda.device(c.q.device) if c.q.device.type == "cuda" else nullcontext():
@@ -95,6 +116,8 @@ def run(c: DecodeCall) -> tuple[Tensor, Tensor | None]:
             _launch_widened(c, p, o, c.initial_state, final)
         else:
             _launch(c, p, o, c.initial_state, final)
+    if c.inplace and final is not None:
+        mark_written(final)
     return o.to(c.v.dtype), final
 
 
@@ -115,6 +138,8 @@ def plan(c: DecodeCall) -> Plan:
 
 
 def _check(c: DecodeCall) -> _Problem:
+    offsets = {"cu_seqlens": c.cu_seqlens, "cu_seqlens_cpu": c.cu_seqlens_cpu}
+    check_untraced(**{c.q_name: c.q}, k=c.k, v=c.v, initial_state=c.initial_state, **offsets)
     check_tensors(**{c.q_name: c.q}, k=c.k, v=c.v)
     q, k, v, device = c.q, c.k, c.v, c.q.device
     arch = dispatcher.device_arch(device)
@@ -139,6 +164,7 @@ def _check(c: DecodeCall) -> _Problem:
     elif c.cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu needs cu_seqlens, the same values on the device of q")
     N = B if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
+    check_number("scale", c.scale, "a number, or None for K ** -0.5")
     if c.g_axes:
         _check_gate(c, B, T, HV, K, device)
     if c.beta is not None:
@@ -147,10 +173,12 @@ def _check(c: DecodeCall) -> _Problem:
         raise ValueError("use_beta_sigmoid_in_kernel=True needs beta")
     if c.allow_neg_eigval and not c.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True")
-    if c.bonus is not None:
+    if c.read_first:
         _check_optional(c.bonus_name, c.bonus, device, FLOAT_DTYPES, "[HV, K]", [(HV, K)])
     _check_states(c, N, HV, K, V, device)
     _refuse_gradients(c)
+    if checks_values(q):
+        _check_values(c, T)
     state_dtype = c.initial_state.dtype if c.initial_state is not None else torch.float32
     spec = _spec(arch, c.q_name, K, q.dtype, state_dtype)
     strength = BetaForm.TWICE_SIGMOID if c.allow_neg_eigval else BetaForm.SIGMOID
@@ -167,13 +195,11 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
     if c.g is None:
         raise TypeError(f"{c.g_name} must be a torch.Tensor {layout}, got None")
     _check_optional(c.g_name, c.g, device, FLOAT_DTYPES, layout, [shape])
+    check_number("lower_bound", c.lower_bound, "a number < 0")
     if not c.use_gate_in_kernel:
         return
-    if c.lower_bound is not None:
-        if not isinstance(c.lower_bound, (int, float)) or isinstance(c.lower_bound, bool):
-            raise TypeError(f"lower_bound must be a number < 0, got {type(c.lower_bound).__name__}")
-        if not -float("inf") < c.lower_bound < 0:
-            raise ValueError(f"lower_bound must be finite and below 0 (a natural-log decay per token), got {c.lower_bound}")
+    if c.lower_bound is not None and not -float("inf") < c.lower_bound < 0:
+        raise ValueError(f"lower_bound must be finite and below 0 (a natural-log decay per token), got {c.lower_bound}")
     if c.A_log is not None:
         _check_optional("A_log", c.A_log, device, FLOAT_DTYPES, "[HV]", [(HV,)])
     if c.dt_bias is not None:
@@ -185,8 +211,11 @@ def _check_gate(c: DecodeCall, B: int, T: int, HV: int, K: int, device: torch.de
 def _check_optional(
     name: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layout: str, shapes: list[tuple[int, ...]]
 ) -> None:
-    check_tensors(**{name: tensor})
+    if type(tensor) not in PLAIN:
+        check_untraced(**{name: tensor})
+        check_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
+    check_dense(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
     check_dtype(name, tensor, dtypes)
@@ -205,20 +234,39 @@ def _check_states(c: DecodeCall, N: int, HV: int, K: int, V: int, device: torch.
     if c.null_index is not None:
         if c.state_indices is None:
             raise ValueError("null_index needs state_indices")
-        if not isinstance(c.null_index, int) or not -(2**31) <= c.null_index < 2**31:
-            raise TypeError(f"null_index must be an int of 32 bits or None, got {c.null_index!r}")
+        check_null_index(c.null_index)
     if c.has_initial_state is not None:
         if c.initial_state is None:
             raise ValueError("has_initial_state needs initial_state")
         _check_optional("has_initial_state", c.has_initial_state, device, (torch.bool, torch.uint8), "[N]", [(N,)])
     if c.initial_state is None:
         return
+    check_tensors(initial_state=c.initial_state)
     slots = N
-    if c.state_indices is not None and isinstance(c.initial_state, Tensor) and c.initial_state.dim() == 4:
+    if c.state_indices is not None and c.initial_state.dim() == 4:
         slots = c.initial_state.shape[0]
     leading = "N" if c.state_indices is None else "slots"
     layout, shape = ("HV, V, K", (slots, HV, V, K)) if c.state_v_first else ("HV, K, V", (slots, HV, K, V))
     _check_optional("initial_state", c.initial_state, device, FLOAT_DTYPES, f"[{leading}, {layout}]", [shape])
+    if c.inplace:
+        check_written("initial_state", c.initial_state)
+
+
+def _check_values(c: DecodeCall, T: int) -> None:
+    """What a device alone knows. A slot that is out of range is a null slot, so only names given twice are wrong."""
+    last = T
+    if c.cu_seqlens is not None:
+        offsets = c.cu_seqlens.cpu()
+        check_cu_seqlens(offsets, c.cu_seqlens_cpu, 1, T, offsets.device)
+        last = int(offsets[-1])
+    live: list[int] | slice = slice(None)
+    if c.state_indices is not None and c.initial_state is not None:
+        slots, named = range(c.initial_state.shape[0]), c.state_indices.tolist()
+        live = [row for row, slot in enumerate(named) if slot in slots and slot != c.null_index]
+        if len({named[row] for row in live}) != len(live):
+            raise ValueError(f"state_indices must not name a slot twice, got {[named[row] for row in live]}")
+    if c.g is not None and c.g_axes and not c.use_gate_in_kernel:
+        check_decay(c.g_name, c.g[live] if c.cu_seqlens is None else c.g[:, :last])
 
 
 @functools.lru_cache(maxsize=256)
@@ -333,7 +381,7 @@ def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: 
     offsets = none.integer if c.cu_seqlens is None else c.cu_seqlens.to(torch.int32).contiguous()
     indices, starts, state_in, state_out = none.integer, none.byte, none.state, none.state
     if c.state_indices is not None:
-        indices = c.state_indices.to(torch.int32)
+        indices = narrowed(c.state_indices)
         flags |= F["INDEXED_IN"] | F["INDEXED_OUT"] * bool(c.inplace)
     if state is not None:
         state_in, v_first = _pool("initial_state", _values(state), c.state_v_first, may_copy=not c.inplace)
@@ -393,6 +441,19 @@ def _gathered(c: DecodeCall, N: int) -> tuple[Tensor, Tensor]:
         return state.new_zeros((N, *state.shape[1:])), live
     states = state.index_select(0, rows.clamp(0, state.shape[0] - 1))
     return torch.where(starts[:, None, None, None], states, 0), live
+
+
+def _clear_slots(c: DecodeCall) -> None:
+    """What a call without tokens leaves in the slots of requests that start from nothing; no sync with a device."""
+    pool, starts = c.initial_state, c.has_initial_state
+    assert pool is not None and starts is not None
+    rows = torch.arange(starts.numel(), device=pool.device) if c.state_indices is None else c.state_indices.long()
+    cleared = (rows >= 0) & (rows < pool.shape[0]) & (starts == 0)
+    if c.null_index is not None:
+        cleared = cleared & (rows != c.null_index)
+    mask = torch.zeros(pool.shape[0] + 1, dtype=torch.bool, device=pool.device)
+    mask.index_fill_(0, torch.where(cleared, rows, pool.shape[0]), True)
+    pool.detach().masked_fill_(mask[:-1, None, None, None], 0.0)
 
 
 def _launch_widened(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor, final: Tensor | None) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from kda_tl.ops.checks import check_dtype, check_shape, check_tensors
+from kda_tl.ops.checks import (
+    check_decay,
+    check_dtype,
+    check_null_index,
+    check_number,
+    check_shape,
+    check_tensors,
+    check_untraced,
+    checks_values,
+)
 from kda_tl.ops.deltalog_cache import FLOAT_DTYPES, DeltaLogCache, DeltaLogSnapshot
 from kda_tl.ops.deltalog_launch import Call, launch
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
@@ -128,8 +139,7 @@ def deltalog_decode_rwkv6(
 
 def _gate(use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> GateForm:
     if lower_bound is not None:
-        if not isinstance(lower_bound, (int, float)) or isinstance(lower_bound, bool):
-            raise TypeError(f"lower_bound must be a number < 0, got {type(lower_bound).__name__}")
+        check_number("lower_bound", lower_bound, "a number < 0")
         if not -float("inf") < lower_bound < 0:
             raise ValueError(f"lower_bound must be finite and below 0 (natural log per token), got {lower_bound}")
     if not use_gate:
@@ -150,6 +160,13 @@ def _decode(
     state_indices: Tensor, scale: float | None, null_index: int | None, normalize: bool, form: GateForm, beta_kind: BetaForm,
     lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None, valid: Tensor | None, verify: bool | None,
 ) -> Tensor:  # fmt: skip
+    if torch.compiler.is_compiling():
+        # Not registered with torch: a compiled function breaks its graph here, and traces nothing that is cached or launched.
+        untraced: Callable[..., Tensor] = torch.compiler.disable(_decode)
+        return untraced(
+            rule, q, k, v, g, beta, bonus, cache, state_indices, scale, null_index, normalize, form, beta_kind, lower_bound,
+            A_log, dt_bias, valid, verify,
+        )  # fmt: skip
     names = ("r", "w") if rule == "rwkv6" else ("q", "g")
     required = {names[0]: q, "k": k, "v": v, names[1]: g, **({"u": bonus} if rule == "rwkv6" else {"beta": beta})}
     optional = {"A_log": A_log, "dt_bias": dt_bias, "valid": valid}
@@ -159,11 +176,13 @@ def _decode(
         raise TypeError(f"cache must be a DeltaLogCache, got {type(cache).__name__}")
     if cache.rule != rule:
         raise ValueError(f"cache must be of rule {rule}, got one of {cache.rule}")
+    check_untraced(**present)
     check_tensors(**present)
     if q.device != cache.device:
         raise ValueError(f"{names[0]} must be on {cache.device} like the cache, got {q.device}")
+    grad_mode, forward_mode = torch.is_grad_enabled(), forward_ad._current_level >= 0
     for name, tensor in present.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if (grad_mode and tensor.requires_grad) or (forward_mode and forward_ad.unpack_dual(tensor).tangent is not None):
             raise NotImplementedError(
                 f"{name} requires a gradient and decode has none: call it under torch.no_grad(), or detach it"
             )
@@ -202,13 +221,18 @@ def _decode(
         if tensor is not None:
             check_dtype(name, tensor, (torch.int32, torch.int64))
             check_shape(name, tensor, "[n]", (n,))
-    if null_index is not None and (not isinstance(null_index, int) or not -(2**31) <= null_index < 2**31):
-        raise ValueError(f"null_index must be a 32-bit integer or None, got {null_index!r}")
+    check_null_index(null_index)
+    check_number("scale", scale, "a number, or None for K ** -0.5")
     if cache.capacity < T:
         raise ValueError(f"T must be at most {cache.capacity}, the capacity of the log, got {T}")
     if verify is False and T > 1:
         raise ValueError(f"verify=False needs T = 1, got T = {T}: several tokens of one call stay in the log")
-    if cache.device.type == "cpu":
+    checked = checks_values(q)
+    if checked and form == GateForm.IDENTITY:
+        counted = torch.full_like(state_indices, T) if valid is None else valid
+        live = (state_indices >= 0) & (state_indices < cache.slots) & (state_indices != null_index)
+        check_decay(names[1], g[live[:, None] & (torch.arange(T, device=g.device) < counted[:, None])])
+    if checked or cache.device.type == "cpu":
         _check_distinct(state_indices, cache.slots, null_index)
 
     o = torch.empty((n, T, HV, V), dtype=cache.dtype, device=cache.device)

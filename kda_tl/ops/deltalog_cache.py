@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_tl.ops.checks import check_dtype, check_shape
+from kda_tl.ops.checks import check_dtype, check_null_index, check_shape, check_written, narrowed
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import (
     CAPACITY,
@@ -193,6 +193,8 @@ class DeltaLogCache:
         check_shape("state", state, layout, (chosen.numel(), self.HV, *sizes))
         if state.device != self.device:
             raise ValueError(f"state must be on {self.device} like the cache, got {state.device}")
+        if torch.is_grad_enabled() and state.requires_grad:
+            raise NotImplementedError("state requires a gradient and decode has none: detach it, or call under torch.no_grad()")
         self.base[chosen] = (state if state_v_first else state.transpose(-1, -2)).detach().to(self.base.dtype)
         self._empty_logs(chosen, self.first_window[chosen])
 
@@ -247,20 +249,20 @@ class DeltaLogCache:
         inside CUDA graphs too. Slots that are null_index or out of range are passed over, and so is a drop below 0 or above
         the cursor where it lies on a device; on the cpu it raises ValueError.
         """
-        drops = torch.as_tensor(drop, device=self.device)
-        indices = torch.as_tensor(state_indices, device=self.device)
-        for name, tensor in (("drop", drops), ("state_indices", indices)):
-            if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
-                raise ValueError(f"{name} must be int32 or int64 [n], got {tensor.dtype} {list(tensor.shape)}")
+        check_null_index(null_index)
+        drops = _integers("drop", drop).to(self.device)
+        indices = _integers("state_indices", state_indices).to(self.device)
         if drops.numel() != indices.numel():
             raise ValueError(f"drop must have as many entries as state_indices, {indices.numel()}, got {drops.numel()}")
         indices = indices.long()
         used = (indices >= 0) & (indices < self.slots)
         if null_index is not None:
             used &= indices != null_index
+        if self.device.type == "cpu" and indices[used].unique().numel() != int(used.sum()):
+            raise ValueError(f"state_indices must name every slot once, got {indices.tolist()}")
         # One cell per slot and one for the rest: no two requests meet, and nothing waits for the device.
         taken = torch.zeros(self.slots + 1, dtype=torch.int32, device=self.device)
-        taken.scatter_(0, torch.where(used, indices, self.slots), drops.to(torch.int32))
+        taken.scatter_(0, torch.where(used, indices, self.slots), narrowed(drops))
         taken = taken[: self.slots, None, None]
         counts = self.cursor[..., 0]
         legal = (taken >= 0) & (taken <= counts)
@@ -279,9 +281,7 @@ class DeltaLogCache:
         """[n] int64 on the cache's device; checked where the host can see them."""
         if indices is None:
             return torch.arange(self.slots, device=self.device)
-        given = torch.as_tensor(indices, dtype=None if isinstance(indices, Tensor) or len(indices) else torch.int64)
-        if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64 [n], got {given.dtype} {list(given.shape)}")
+        given = _integers(name, indices)
         if given.device.type == "cpu" and given.numel():
             low, high = int(given.min()), int(given.max())
             if low < 0 or high >= self.slots:
@@ -289,6 +289,18 @@ class DeltaLogCache:
             if distinct and given.unique().numel() != given.numel():
                 raise ValueError(f"{name} must name every slot once, got {given.tolist()}")
         return given.to(self.device, torch.int64)
+
+
+def _integers(name: str, given: Indices) -> Tensor:
+    """[n] int32 or int64, where it is."""
+    if not isinstance(given, Tensor):
+        try:
+            given = torch.as_tensor(given, dtype=None if len(given) else torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"{name} must be a tensor or a sequence of integers, got {given!r}") from None
+    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64 [n], got {given.dtype} {list(given.shape)}")
+    return given
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -304,6 +316,7 @@ def _check_base(base: Tensor, shape: tuple[int, int, int, int], v_first: bool) -
         check_shape("base", base, "[slots, HV, K, V]", (*shape[:2], shape[3], shape[2]))
     if base.requires_grad:
         raise ValueError("base must not require a gradient: it is written in place")
+    check_written("base", base)
     if not v_first:
         return base
     strides = [8 if size == 1 else stride for size, stride in zip(base.shape, base.stride(), strict=True)]

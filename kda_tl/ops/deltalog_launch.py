@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
@@ -51,8 +52,8 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
     staged = base if str(base.dtype) == f"torch.{cache.spec.state_dtype}" else base.float()
     device, dtype = cache.device, cache.dtype
-    q, k, v = (_rows(tensor.detach().to(dtype)) for tensor in (call.q, call.k, call.v))
-    g, beta = call.g.detach(), None if call.beta is None else call.beta.detach()
+    q, k, v = (_rows(_plain(tensor).to(dtype)) for tensor in (call.q, call.k, call.v))
+    g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
     wide = g.dtype != dtype or (beta is not None and beta.dtype != dtype)
     narrow_g = _absent(device, dtype, *g.shape) if wide else g
     wide_g = g.float() if wide else _absent(device, torch.float32, *g.shape)
@@ -65,8 +66,8 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     A_log = cache.log_decay.flatten()[:HV] if call.A_log is None else _float(call.A_log)
     dt_bias = _absent(device, torch.float32, HV, D) if call.dt_bias is None else _float(call.dt_bias).reshape(HV, D)
     bonus = _absent(device, torch.float32, HV, K) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
-    indices = call.state_indices.to(torch.int32).contiguous()
-    valid = indices if call.valid is None else call.valid.to(torch.int32).contiguous()
+    indices = narrowed(call.state_indices).contiguous()
+    valid = indices if call.valid is None else narrowed(call.valid).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
     pool = (cache.log_k, cache.log_u, cache.log_decay, cache.cursor, indices, valid)
     numbers = (
@@ -76,19 +77,21 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     if cache.launches == 2 and tokens == 1 and not verify:
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
-        dispatcher.kernel(spec.prep_spec, cache.arch, device)(
+        # Both are there before the first one runs: it writes into the log.
+        prepare, append = (dispatcher.kernel(needed, cache.arch, device) for needed in (spec.prep_spec, spec))
+        prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, cache.log_k, cache.log_decay, cache.cursor,
             indices, valid, prepared, *numbers[1:],
         )  # fmt: skip
-        dispatcher.kernel(spec, cache.arch, device)(
-            v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every
-        )
+        append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
     else:
         kernel = dispatcher.kernel(cache.spec, cache.arch, device)
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
-    if staged is not base:
+    if staged is base:
+        mark_written(base)
+    else:
         base.copy_(staged)
 
 
@@ -102,7 +105,13 @@ def _per_value_head(rows: Tensor, HV: int) -> Tensor:
 
 
 def _float(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.float32).contiguous()
+    return _plain(tensor).to(torch.float32).contiguous()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without what a kernel cannot see: a gradient, a lazy negation."""
+    tensor = tensor.detach()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def _rows(tensor: Tensor) -> Tensor:

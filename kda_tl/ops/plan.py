@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kda_tl.ops.intracard import SplitInfo
 from kda_tl.runtime.build_on_miss import build_command
 from kda_tl.runtime.dispatcher import choose
 from kda_tl.specs.kernels import KernelSpec
@@ -27,13 +28,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches of one call, in order. `str(plan)` is what `kda_tl.explain` prints."""
+    """The launches of one call, in order. `str(plan)` is what `kda_tl.explain` prints.
+
+    split: how sequences are cut into segments, None for an op that never does.
+    """
 
     op: str
     problem: Mapping[str, object]
     arch: str
     launches: tuple[Launch, ...]
     workspace_bytes: int
+    split: SplitInfo | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -41,6 +46,8 @@ class Plan:
             "  problem    " + ", ".join(f"{name} {value}" for name, value in self.problem.items()),
             f"  workspace  {self.workspace_bytes / 2**20:.1f} MiB",
         ]
+        if self.split is not None:
+            lines.append(f"  segments   {self.split}")
         commands: dict[str, None] = {}
         for launch in self.launches:
             choice = choose(launch.spec, self.arch)

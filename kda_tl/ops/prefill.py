@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kda_tl.ops import prefill_launch
 from kda_tl.ops.arguments import Arguments, Op
+from kda_tl.ops.checks import mark_written
 from kda_tl.ops.plan import Plan, counted
 from kda_tl.ops.prefill_checks import Problem, check, check_on_device, check_types
 from kda_tl.ops.prefill_states import intermediate_states, load_states, silence, store_states
@@ -35,6 +36,7 @@ def forward(op: Op, a: Arguments) -> Results:
         assert a.initial_state is not None
         pool = a.initial_state.detach()
         _launch(problem, a, o, pool, pool, states)
+        mark_written(pool)
     else:
         initial, active = load_states(problem, a)
         _launch(problem, a, o, initial, final, states)
@@ -82,5 +84,6 @@ def plan_problem(op: Op, problem: Problem, a: Arguments | None = None) -> Plan:
         problem={**sizes, "batch": batch, "dtype": str(problem.kernel_dtype).removeprefix("torch.")},
         arch=problem.arch,
         launches=prefill_launch.launches(problem, a),
-        workspace_bytes=prefill_launch.workspace_bytes(problem),
+        workspace_bytes=prefill_launch.workspace_bytes(problem, a),
+        split=prefill_launch.split_of(problem, a),
     )

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
-from kda_tl.ops.checks import check_cu_seqlens, check_dtype, check_shape, check_tensors
+from kda_tl.ops.checks import (
+    check_cu_seqlens,
+    check_decay,
+    check_dense,
+    check_dtype,
+    check_null_index,
+    check_number,
+    check_shape,
+    check_tensors,
+    check_written,
+    checks_values,
+)
 from kda_tl.ops.offered import CHUNK_SIZES, DTYPES, MAX_HEAD_DIM_K, MAX_HEAD_DIM_V
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.rules import Rule
@@ -76,12 +85,12 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
         raise TypeError(f"{op.name} has no argument {min(unknown)!r}")
     if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size not in CHUNK_SIZES):
         raise ValueError(f"chunk_size must be {' or '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
-    if a.scale is not None:
-        _check_number("scale", a.scale, "a number, or None for K ** -0.5")
-    if a.lower_bound is not None:
-        _check_number("lower_bound", a.lower_bound, "a number < 0")
-        if a.use_gate_in_kernel and not -float("inf") < a.lower_bound < 0:
-            raise ValueError(f"lower_bound must be finite and below 0 (a natural-log decay per token), got {a.lower_bound}")
+    if a.intracard_segments is not None:
+        _check_segments(a.intracard_segments)
+    check_number("scale", a.scale, "a number, or None for K ** -0.5")
+    check_number("lower_bound", a.lower_bound, "a number < 0")
+    if a.use_gate_in_kernel and a.lower_bound is not None and not -float("inf") < a.lower_bound < 0:
+        raise ValueError(f"lower_bound must be finite and below 0 (a natural-log decay per token), got {a.lower_bound}")
     if a.use_gate_in_kernel and a.A_log is None and a.lower_bound is None:
         raise ValueError("use_gate_in_kernel needs A_log, lower_bound or both: with neither the gate has no scale")
     if a.allow_neg_eigval and not a.use_beta_sigmoid_in_kernel:
@@ -93,15 +102,15 @@ def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_siz
             raise ValueError("has_initial_state needs initial_state")
     elif a.initial_state is None:
         raise ValueError("state_indices needs initial_state, the pool [slots, HV, K, V] that they point into")
-    elif a.null_index is not None and (isinstance(a.null_index, bool) or not isinstance(a.null_index, (int, torch.SymInt))):
-        raise TypeError(f"null_index must be an int or None, got {type(a.null_index).__name__}")
+    else:
+        check_null_index(a.null_index)
 
 
-def _check_number(name: str, value: object, allowed: str) -> None:
-    if type(value) is not float and (
-        isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
-    ):
-        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
+def _check_segments(segments: object) -> None:
+    if isinstance(segments, bool) or not isinstance(segments, (int, torch.SymInt)):
+        raise TypeError(f"intracard_segments must be an int, or None for the plan's choice, got {type(segments).__name__}")
+    if segments < 1:
+        raise ValueError(f"intracard_segments must be at least 1 (a sequence in one piece), got {segments}")
 
 
 def check(op: Op, a: Arguments, fake: bool = False) -> Problem:
@@ -119,6 +128,8 @@ def check(op: Op, a: Arguments, fake: bool = False) -> Problem:
             continue
         if tensor.device != device and name not in ("cu_seqlens", "cu_seqlens_cpu"):
             _refuse_device(op, a, name)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            check_dense(op.called(name), tensor)
         if tensor.dtype not in DTYPES[name]:
             check_dtype(op.called(name), tensor, DTYPES[name])
     arch = "" if fake else dispatcher.device_arch(device)
@@ -193,6 +204,7 @@ def _check_state(a: Arguments, state: Tensor, N: int, HV: int, K: int, V: int) -
                 f"is given, got {list(state.shape)}"
             )
         check_shape("state_indices", a.state_indices, "[N]", (N,))
+        check_written("initial_state", state, negated=True)
     if a.has_initial_state is not None:
         check_shape("has_initial_state", a.has_initial_state, "[N]", (N,))
 
@@ -202,18 +214,15 @@ def check_on_device(op: Op, a: Arguments, problem: Problem) -> None:
 
     Raises ValueError for a decay above 0, wrong offsets, or a slot that is not in the pool or is named twice.
     """
-    if os.environ.get("KDA_TL_CHECK") != "1" or isinstance(a.q, FakeTensor):
+    if not checks_values(a.q):
         return
     last = problem.T
     if a.cu_seqlens is not None:
         offsets = a.cu_seqlens.cpu()
         check_cu_seqlens(offsets, a.cu_seqlens_cpu, problem.B, problem.T, offsets.device)
         last = int(offsets[-1])
-    if a.g is not None and not a.use_gate_in_kernel and bool((a.g[:, :last] > 0).any()):
-        raise ValueError(
-            f"{op.called('g')} must be a natural-log decay <= 0, got {a.g[:, :last].max().item():g}: "
-            "pass log(decay), or use_gate_in_kernel=True for a raw gate input"
-        )
+    if a.g is not None and not a.use_gate_in_kernel:
+        check_decay(op.called("g"), a.g[:, :last])
     if a.state_indices is not None and a.initial_state is not None:
         slots = [slot for slot in a.state_indices.tolist() if slot != a.null_index]
         for slot in slots:

@@ -1,4 +1,4 @@
-"""The two prefill kernels as Python calls: what they leave unread is filled in here, and nowhere else."""
+"""The prefill kernels as Python calls: what they leave unread is filled in here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from torch import Tensor
 
 from kda_tl.specs.gates import BetaForm, GateForm
 
-__all__ = ["GateOptions", "Pool", "Segments", "Workspace", "launch_chunk_scan", "launch_chunk_wy"]
+__all__ = [
+    "GateOptions",
+    "Maps",
+    "Pool",
+    "Segments",
+    "Workspace",
+    "launch_chunk_scan",
+    "launch_chunk_wy",
+    "launch_intracard_merge",
+    "launch_intracard_pre_scan",
+]
 
 CHUNK = 64
 NO_INDEX = -1
@@ -78,6 +88,25 @@ class Segments:
     chunks: int
     states: Tensor  # [N, count, HV, K, V] float32
 
+    @classmethod
+    def empty(cls, N: int, count: int, chunks: int, HV: int, K: int, V: int, device: torch.device) -> Segments:
+        return cls(count, chunks, torch.empty((N, count, HV, K, V), dtype=torch.float32, device=device))
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """What intracard_pre_scan writes: of segments, M transposed (or its diagonal) and B of the map S -> M S + B."""
+
+    transitions: Tensor  # [N, cuts, HV, K, K], or [N, cuts, HV, 1, K] without the delta correction; float32
+    biases: Tensor  # [N, cuts, HV, K, V] float32
+
+    @classmethod
+    def empty(cls, N: int, cuts: int, HV: int, K: int, V: int, delta: bool, device: torch.device) -> Maps:
+        def rows(*shape: int) -> Tensor:
+            return torch.empty((N, cuts, HV, *shape), dtype=torch.float32, device=device)
+
+        return cls(rows(K if delta else 1, K), rows(K, V))
+
 
 def launch_chunk_wy(
     kernel: Callable[..., Any], q: Tensor, k: Tensor, g: Tensor | None, beta: Tensor | None, options: GateOptions,
@@ -120,6 +149,36 @@ def launch_chunk_scan(
         NO_INDEX if pool is None else pool.null_index,
         1 if segments is None else segments.count,
         max(1, -(-v.shape[1] // CHUNK)) if segments is None else segments.chunks,
+    )  # fmt: skip
+
+
+def launch_intracard_pre_scan(
+    kernel: Callable[..., Any], v: Tensor, workspace: Workspace, cu_seqlens: Tensor | None, segment_chunks: int, maps: Maps,
+    every: bool = False,
+) -> None:  # fmt: skip
+    """Maps of all segments but the last of every sequence; with `every`, of that too."""
+    N, cuts = maps.biases.shape[:2]
+    kernel(
+        v, _offsets(cu_seqlens, v.device), workspace.k_decayed, workspace.k_to_end, workspace.chunk_decay, workspace.A_inv,
+        maps.transitions, maps.biases, N, int(cu_seqlens is None), cuts, segment_chunks, int(every),
+    )  # fmt: skip
+
+
+def launch_intracard_merge(
+    kernel: Callable[..., Any], maps: Maps, T: int, cu_seqlens: Tensor | None, initial_state: Tensor | None,
+    segments: Segments, *, state_dtype: torch.dtype = torch.float32, pool: Pool | None = None,
+) -> None:  # fmt: skip
+    """Fills segments.states. T: tokens of a batch row; the initial state as in `launch_chunk_scan`."""
+    N, _, HV, K, V = segments.states.shape
+    device = segments.states.device
+    mask = None if pool is None else pool.has_initial_state
+    kernel(
+        maps.transitions, maps.biases, _offsets(cu_seqlens, device),
+        _nothing(device, state_dtype).expand(0, HV, K, V) if initial_state is None else initial_state,
+        _nothing(device, torch.int32) if pool is None else pool.indices,
+        _nothing(device, torch.uint8) if mask is None else mask,
+        segments.states, T, N, int(cu_seqlens is None), int(initial_state is not None), int(mask is not None),
+        int(pool is not None), NO_INDEX if pool is None else pool.null_index, segments.chunks,
     )  # fmt: skip
 
 

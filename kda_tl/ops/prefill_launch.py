@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.checks import host_offsets, narrowed
+from kda_tl.ops.intracard import SplitInfo, Work, device_of, multiprocessors, plan_split
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
-from kda_tl.ops.prefill_kernels import GateOptions, Pool, Workspace, launch_chunk_scan, launch_chunk_wy
+from kda_tl.ops.prefill_kernels import (
+    GateOptions,
+    Maps,
+    Pool,
+    Segments,
+    Workspace,
+    launch_chunk_scan,
+    launch_chunk_wy,
+    launch_intracard_merge,
+    launch_intracard_pre_scan,
+)
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, gate_form
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, ships
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
 
-__all__ = ["launch", "launches", "takes_pool", "workspace_bytes"]
+__all__ = [
+    "intracard_specs_of",
+    "launch",
+    "launches",
+    "only_scan",
+    "readable",
+    "run_chunk_wy",
+    "split_of",
+    "takes_pool",
+    "workspace_bytes",
+]
 
 Scans = tuple[tuple[int, int, ChunkScanSpec], ...]
 
@@ -49,6 +73,64 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
     return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
 
 
+@functools.lru_cache(maxsize=256)
+def intracard_specs_of(scan: ChunkScanSpec) -> tuple[IntracardPreScanSpec, IntracardMergeSpec]:
+    """What cuts the sequences that `scan` walks."""
+    K, V, C = scan.head_dim_k, scan.head_dim_v, scan.chunk_size
+    return IntracardPreScanSpec(K, V, C, scan.dtype, scan.delta), IntracardMergeSpec(K, V, C, delta=scan.delta)
+
+
+def split_of(problem: Problem, a: Arguments | None = None) -> SplitInfo:
+    """How the sequences of a call are cut: `kda_tl.ops.intracard`.
+
+    Raises:
+        ValueError: intracard_segments asks for more than 1 where no kernels for that ship.
+    """
+    if not problem.arch:  # fake tensors: nothing will be launched
+        return SplitInfo(1, 1, "there is no device")
+    forced = None if a is None or a.intracard_segments is None else int(a.intracard_segments)
+    whole = -(-problem.T // CHUNK_SIZE)
+    if forced == 1 or problem.N == 0 or problem.T == 0:
+        return SplitInfo(1, max(whole, 1), "intracard_segments=1" if forced == 1 else "there is nothing to cut")
+    is_cpu = problem.arch == "cpu"
+    if is_cpu and forced is None:
+        return SplitInfo(1, whole, "the cpu runs one block after another")
+    _, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    for _, _, scan in scans:
+        if not ships(*intracard_specs_of(scan), is_cpu):
+            missing = f"no kernels that cut K = {scan.head_dim_k}, V = {scan.head_dim_v} in {scan.dtype}"
+            missing += " with the delta correction" if scan.delta else " without the delta correction"
+            if forced is not None:
+                raise ValueError(f"intracard_segments must be None or 1 here, there are {missing}, got {forced}")
+            return SplitInfo(1, whole, f"there are {missing}")
+    if not problem.packed:
+        work = Work(problem.N, problem.HV, whole, whole * problem.N, (whole,))
+    else:
+        offsets = None if a is None or a.cu_seqlens is None else host_offsets(a.cu_seqlens, a.cu_seqlens_cpu)
+        if offsets is None:
+            work = Work(problem.N, problem.HV, whole, problem.slots, None, dense=False)
+        else:
+            chunks = tuple(-(-(last - first) // CHUNK_SIZE) for first, last in itertools.pairwise(offsets))
+            work = Work(problem.N, problem.HV, max(chunks), sum(chunks), chunks, dense=False)
+    scan = scans[0][2]
+    device = torch.device("cpu") if a is None else a.q.device
+    count = multiprocessors(device, problem.arch)
+    return plan_split(work, device_of(scan, *intracard_specs_of(scan), problem.arch, count), forced)
+
+
+def only_scan(problem: Problem) -> ChunkScanSpec | None:
+    """The scan of a call whose K and V are its own, and whose sequences may be cut; else None."""
+    _, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+    scan = scans[0][2]
+    same = len(scans) == 1 and (scan.head_dim_k, scan.head_dim_v) == (problem.K, problem.V)
+    return scan if same and ships(*intracard_specs_of(scan), problem.arch == "cpu") else None
+
+
+def readable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, T, heads, D] as the kernels read it."""
+    return _readable(_as(tensor, dtype))
+
+
 def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]:
     """What `launch` launches, in order."""
     state_dtype = a.initial_state.dtype if a is not None and a.initial_state is not None and takes_pool(problem, a) else None
@@ -57,24 +139,63 @@ def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]
     )
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
-    return (
-        Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}"),
-        *(Launch(scan, f"{sequences} x {heads} x V tiles") for _, _, scan in scans),
-    )
+    found = [Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}")]
+    segments = split_of(problem, a).segments
+    for _, _, scan in scans:
+        if segments > 1:
+            pre_scan, merge = intracard_specs_of(scan)
+            own = counted(problem.N, "sequence")
+            cuts = counted(segments - 1, "segment")
+            found.append(Launch(pre_scan, f"{own} x {cuts} x {heads} x tiles of {'K + V' if scan.delta else 'V'}"))
+            found.append(Launch(merge, f"{own} x {heads} x V tiles"))
+            found.append(Launch(scan, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles"))
+        else:
+            found.append(Launch(scan, f"{sequences} x {heads} x V tiles"))
+    return tuple(found)
 
 
-def workspace_bytes(problem: Problem) -> int:
-    wy, _, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
+def workspace_bytes(problem: Problem, a: Arguments | None = None) -> int:
+    """Of chunk_wy's results, and of one run over V what lies between its segments."""
+    wy, scans, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, torch.float32)
     per_head = Workspace.bytes_per_slot_and_head(wy.head_dim_k, operand_dtype.itemsize, problem.rule.delta)
-    return problem.slots * problem.HV * per_head
+    segments, own = split_of(problem, a).segments, 0
+    if segments > 1:
+        K, V = wy.head_dim_k, max(scan.head_dim_v for _, _, scan in scans)
+        own = 4 * problem.N * problem.HV * K * ((segments - 1) * (V + (K if problem.rule.delta else 1)) + segments * V)
+    return problem.slots * problem.HV * per_head + own
 
 
 def takes_pool(problem: Problem, a: Arguments) -> bool:
-    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered."""
+    """Whether chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered.
+
+    Not where sequences are cut: the block that ends one could overwrite a slot before the block that begins it has read it.
+    """
     pool = a.initial_state
     if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
         return False
-    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+    if problem.K != 128 or problem.V != 128 or _name(pool.dtype) not in POOL_DTYPES[_name(problem.kernel_dtype)]:
+        return False
+    return split_of(problem, a).segments == 1
+
+
+def run_chunk_wy(problem: Problem, a: Arguments) -> tuple[Workspace, Tensor | None]:
+    """All that does not depend on a state: chunk_wy's results, and cu_seqlens as the kernels read them."""
+    rule, dtype, gate_dtype = problem.rule, problem.kernel_dtype, _gate_dtype(problem, a)
+    spec, _, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, torch.float32)
+    K = spec.head_dim_k
+    missing = K - problem.K
+    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
+    g = None if a.g is None else _as(a.g, gate_dtype)
+    if g is not None:
+        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
+    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
+    device = q.device
+    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
+    options = _options(problem, a, missing)
+    with dispatcher.device_guard(device):
+        launch_chunk_wy(dispatcher.kernel(spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
+    return workspace, offsets
 
 
 def launch(
@@ -86,52 +207,49 @@ def launch(
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     Where `takes_pool` says so, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
     """
-    rule, dtype = problem.rule, problem.kernel_dtype
-    gate_dtype = _gate_dtype(problem, a)
     pooled = takes_pool(problem, a)
     state_dtype = initial_state.dtype if pooled and initial_state is not None else torch.float32
-    wy_spec, scans, operand_dtype = _specs(rule, problem.K, problem.V, dtype, gate_dtype, state_dtype)
-    K = wy_spec.head_dim_k
+    spec, scans, _ = _specs(
+        problem.rule, problem.K, problem.V, problem.kernel_dtype, _gate_dtype(problem, a), state_dtype
+    )  # fmt: skip
+    K = spec.head_dim_k
     missing = K - problem.K
-    q, k = (_readable(_padded(_as(x, dtype), missing)) for x in (a.q, a.k))
-    g = None if a.g is None else _as(a.g, gate_dtype)
-    if g is not None:
-        g = _readable(_padded(g, missing)) if rule.decay == "per_key" else _plain(g)
-    beta = None if a.beta is None else _plain(_as(a.beta, gate_dtype))
-    v = _as(a.v, dtype)
+    v = _as(a.v, problem.kernel_dtype)
     scale = problem.K**-0.5 if a.scale is None else float(a.scale)
-    device = q.device
-    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
-    workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
+    device = v.device
+    split = split_of(problem, a)
     pool = None
     if pooled and a.state_indices is not None:
         pool = Pool(
-            _as(a.state_indices, torch.int32).contiguous(),
+            narrowed(a.state_indices).contiguous(),
             -1 if a.null_index is None else int(a.null_index),
             None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
         )
+    workspace, offsets = run_chunk_wy(problem, a)
     with dispatcher.device_guard(device):
-        options = _options(problem, a, missing)
-        launch_chunk_wy(dispatcher.kernel(wy_spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
-        for first, columns, spec in scans:
+        for first, columns, scan in scans:
             own = (
                 x if columns == problem.V else _columns(x, first, columns) for x in (v, o, initial_state, final_state, states)
             )
             v_run, o_run, state_in, state_out, states_run = own
             assert v_run is not None and o_run is not None
             o_kernel, out_kernel, states_kernel = o_run, state_out, states_run
-            added = spec.head_dim_v - columns
+            added = scan.head_dim_v - columns
             if added or missing:
-                o_kernel = torch.empty((*v_run.shape[:-1], spec.head_dim_v), dtype=o.dtype, device=device)
+                o_kernel = torch.empty((*v_run.shape[:-1], scan.head_dim_v), dtype=o.dtype, device=device)
                 if state_in is not None:
                     state_in = torch.nn.functional.pad(state_in, (0, added, 0, missing))
                 if state_out is not None:
-                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, spec.head_dim_v))
+                    out_kernel = state_out.new_empty((*state_out.shape[:2], K, scan.head_dim_v))
             if states_run is not None and not (states_run.is_contiguous() and added == missing == 0):
-                states_kernel = states_run.new_empty((*states_run.shape[:2], K, spec.head_dim_v))
+                states_kernel = states_run.new_empty((*states_run.shape[:2], K, scan.head_dim_v))
+            v_kernel = _readable(_padded(v_run, added))
+            segments = None
+            if split.segments > 1:
+                segments = _segments(problem, scan, split, v_kernel, workspace, offsets, state_in)
             launch_chunk_scan(
-                dispatcher.kernel(spec, problem.arch, device), _readable(_padded(v_run, added)), workspace, o_kernel, scale,
-                offsets, state_in, out_kernel, state_dtype=state_dtype, pool=pool, states=states_kernel,
+                dispatcher.kernel(scan, problem.arch, device), v_kernel, workspace, o_kernel, scale, offsets, state_in,
+                out_kernel, state_dtype=state_dtype, pool=pool, segments=segments, states=states_kernel,
             )  # fmt: skip
             if o_kernel is not o_run:
                 o_run.copy_(o_kernel[..., :columns])
@@ -139,6 +257,22 @@ def launch(
                 state_out.copy_(out_kernel[..., : problem.K, :columns])
             if states_run is not None and states_kernel is not None and states_kernel is not states_run:
                 states_run.copy_(states_kernel[..., : problem.K, :columns])
+
+
+def _segments(
+    problem: Problem, scan: ChunkScanSpec, split: SplitInfo, v: Tensor, workspace: Workspace, offsets: Tensor | None,
+    initial_state: Tensor | None,
+) -> Segments:  # fmt: skip
+    """The state before every segment, by two launches."""
+    pre_scan, merge = intracard_specs_of(scan)
+    N, HV, K, V, device = problem.N, problem.HV, scan.head_dim_k, scan.head_dim_v, v.device
+    maps = Maps.empty(N, split.segments - 1, HV, K, V, scan.delta, device)
+    segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
+    kernel = dispatcher.kernel(pre_scan, problem.arch, device)
+    launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
+    kernel = dispatcher.kernel(merge, problem.arch, device)
+    launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
+    return segments
 
 
 def _options(problem: Problem, a: Arguments, missing: int) -> GateOptions:

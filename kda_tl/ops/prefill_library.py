@@ -33,7 +33,8 @@ ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? A_log, Tensor? dt_bias, "
     "Tensor{mutated}? initial_state, Tensor? has_initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float? scale, "
     "float? lower_bound, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, "
-    "bool allow_neg_eigval, bool state_v_first, bool output_final_state, bool return_intermediate_states"
+    "bool allow_neg_eigval, bool state_v_first, bool output_final_state, bool return_intermediate_states, "
+    "int? intracard_segments"
 )
 FUNCTIONAL = f"({ARGUMENTS.format(mutated='')}) -> (Tensor, Tensor, Tensor)"
 IN_PLACE = f"({ARGUMENTS.format(mutated='(a!)')}, Tensor state_indices, int? null_index) -> (Tensor, Tensor)"

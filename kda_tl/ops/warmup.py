@@ -11,10 +11,12 @@ from kda_tl.ops.example import example_inputs, op_named
 from kda_tl.ops.explain import PLANNERS
 from kda_tl.ops.plan import Plan
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.errors import ArtifactMissing
+from kda_tl.runtime.errors import ArtifactMissing, UnsupportedDevice
 from kda_tl.runtime.warmup import launch_once
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
+from kda_tl.specs.rules import Rule
 
 __all__ = ["warmup"]
 
@@ -30,7 +32,8 @@ def warmup(
 
     Args:
         what: any of these; with none, every kernel of the default set that a registry holds for the device.
-            An op or its name: called with one token, so that torch's side of it is warm as well.
+            An op or its name: called with one token, so that torch's side of it is warm as well. Of a prefill op's rule all
+            kernels that a registry holds are launched too: other dtypes, and those of sequences that are cut.
             A spec: its kernel alone.
             A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
         device: default the current CUDA device, or the cpu where there is none.
@@ -64,11 +67,22 @@ def warmup(
                 done.append(launch.spec.key)
         elif isinstance(item, str) or _is_op(item):
             done.append(_call(item, arch, where, options))
+            rule = getattr(getattr(op_named(done[-1]), "op", None), "rule", None)
+            for spec in default_specs(arch):
+                if rule is not None and _serves(spec, rule) and dispatcher.choose(spec, arch).path is not None:
+                    launch_once(spec, arch, where)
+                    done.append(spec.key)
         else:
             raise TypeError(f"what must be ops, names of ops, specs and plans, got {type(item).__name__}")
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return done
+
+
+def _serves(spec: KernelSpec, rule: Rule) -> bool:
+    if isinstance(spec, ChunkWySpec):
+        return (spec.decay, spec.delta, spec.read_first) == (rule.decay, rule.delta, rule.read_first)
+    return isinstance(spec, ChunkScanSpec | IntracardPreScanSpec | IntracardMergeSpec) and spec.delta == rule.delta
 
 
 def _is_op(item: object) -> bool:
@@ -78,7 +92,12 @@ def _is_op(item: object) -> bool:
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except RuntimeError:  # torch lists what it can name, and asks for an accelerator where a number stands alone
+        raise ValueError(f"device must be a CUDA device or the cpu, got {device!r}") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedDevice(f"device {where} is not here: torch sees no CUDA device")
     # Kernels are kept by device, and the tensors of a call name theirs in full.
     return torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" and where.index is None else where
 
@@ -94,7 +113,7 @@ def _held(arch: str) -> list[KernelSpec]:
 def _call(op: str | Callable[..., Any], arch: str, device: torch.device, options: dict[str, Any]) -> str:
     name = op if isinstance(op, str) else op.__name__
     if name not in PLANNERS:
-        raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}")
+        raise ValueError(f"op must be one of {', '.join(PLANNERS)}, got {name!r}; warmup() loads the kernels of all ops")
     function = op_named(name)
     dtype = torch.float32 if arch == "cpu" else torch.bfloat16
     inputs = example_inputs(function, dtype=dtype, device=device, real=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["VARIABLES", "arch_setting", "nvtx", "on_miss", "registry_setting"]
+__all__ = ["VARIABLES", "arch_setting", "check_setting", "nvtx", "on_miss", "registry_setting"]
 
 VARIABLES = {
     "KDA_TL_REGISTRY": "registry folders, searched before all others",
@@ -32,6 +32,7 @@ def _raw(name: str) -> Callable[[], object]:
 
 registry_setting = _raw("KDA_TL_REGISTRY")
 arch_setting = _raw("KDA_TL_ARCH")
+check_setting = _raw("KDA_TL_CHECK")
 
 
 def on_miss() -> str:

@@ -146,6 +146,10 @@ def _check_tensor(name: str, parameter: Mapping[str, Any], tensor: torch.Tensor,
     """Binds the run-time sizes and strides that `tensor` is the first to show, and holds it to those already known."""
     if str(tensor.dtype).removeprefix("torch.") != parameter["dtype"] or tensor.device.type != "cpu":
         raise TypeError(f"{name} must be a {parameter['dtype']} cpu tensor, got {tensor.dtype} on {tensor.device}")
+    storage = tensor.untyped_storage()
+    # A fake tensor's is on meta, a sharded parameter's may be freed; in a view their addresses look like any other.
+    if tensor.numel() and (storage.nbytes() == 0 or storage.device.type != "cpu"):
+        raise ValueError(f"{name} must have memory, got a {type(tensor).__name__} whose storage is empty")
     if tensor.dim() != len(parameter["shape"]):
         raise ValueError(f"{name} must have {len(parameter['shape'])} dimensions, got {tensor.dim()}")
     for what, texts, actual in (("size", parameter["shape"], tensor.shape), ("stride", parameter["strides"], tensor.stride())):

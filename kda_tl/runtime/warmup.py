@@ -16,6 +16,8 @@ from kda_tl.specs.kernels import KernelSpec
 
 __all__ = ["launch_once", "smallest_arguments"]
 
+ALIGNED = 16  # elements
+SIZES = {"V": 16}  # run-time sizes that a kernel takes in multiples only
 SLACK = 1 << 16  # bytes of zeros behind every tensor, for kernels that read whole tiles
 
 
@@ -45,8 +47,12 @@ def _argument(parameter: Mapping[str, Any], device: torch.device) -> Any:
         return 1.0 if name.startswith(("float", "bfloat")) else 1
     dtype: torch.dtype = getattr(torch, name)
     shape = [_with_ones(extent) for extent in parameter["shape"]]
-    count = math.prod(shape)
-    return torch.zeros(count + SLACK // dtype.itemsize, dtype=dtype, device=device)[:count].view(shape)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    for axis, text in enumerate(parameter["strides"]):
+        if shape[axis] == 1 and text.isidentifier():
+            # No element is a stride away here, and kernels ask for aligned ones.
+            strides[axis] = -(-strides[axis] // ALIGNED) * ALIGNED
+    return torch.zeros(math.prod(shape) + SLACK // dtype.itemsize, dtype=dtype, device=device).as_strided(shape, strides)
 
 
 _OPERATORS: Mapping[type, Any] = {
@@ -59,13 +65,13 @@ _OPERATORS: Mapping[type, Any] = {
 
 
 def _with_ones(extent: str) -> int:
-    """The value of "4096 * HV" with every symbol 1."""
+    """The value of "4096 * HV" with every symbol 1, or what SIZES says."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.Name):
-            return 1
+            return SIZES.get(node.id, 1)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
         raise ValueError(f"extents are integers, names, + - * // and %, got {extent!r}")

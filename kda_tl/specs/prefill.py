@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kda_tl.specs.intracard import intracard_specs
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 from kda_tl.specs.rules import RULES, Rule
 
@@ -40,4 +41,4 @@ def prefill_specs(is_cpu: bool) -> list[KernelSpec]:
                     specs[ChunkScanSpec(K, V, 64, dtype, "float32", rule.delta)] = None
             for state_dtype in POOL_DTYPES[dtype]:
                 specs[ChunkScanSpec(128, 128, 64, dtype, state_dtype, rule.delta)] = None
-    return list(specs)
+    return [*specs, *intracard_specs(is_cpu)]

@@ -142,8 +142,8 @@ def test_a_failed_program_has_its_line(run, tmp_path: Path, monkeypatch: pytest.
     words = [word for spec in specs for word in ("--spec", spec.key)]
     result = run("build", "--arch", "sm_80", *words, "--registry", tmp_path)
     assert result.exit_code == 1
-    assert f"sm_80 1/2  {specs[1].key}  FAILED" in result.output and "1 programs in" in result.output
-    assert ", 1 failed" in result.output and "1 programs spill registers" in result.output and "163.0 KiB" in result.output
+    assert f"sm_80 1/2  {specs[1].key}  FAILED" in result.output and "1 program in" in result.output
+    assert ", 1 failed" in result.output and "; 1 of 2 spill registers" in result.output and "163.0 KiB" in result.output
     (row,) = (line for line in result.stdout.splitlines() if line.startswith("  FAILED"))
     assert row.endswith(specs[1].key) and result.output.rstrip().endswith("no luck")
 
@@ -167,14 +167,14 @@ def test_an_arch_that_was_never_measured_says_so(run, compiler, tmp_path: Path) 
 def test_what_finished_before_an_error_is_shown(run, compiler, tmp_path: Path) -> None:
     compiler(after={"cpu": BuildError("no")})
     result = run("build", "--arch", "cpu", "--registry", tmp_path)
-    assert result.exit_code == 1 and "cpu: 1 programs" in result.output
+    assert result.exit_code == 1 and "cpu: 1 program in" in result.output
 
 
 def test_interrupted(run, compiler, tmp_path: Path) -> None:
     calls = compiler(after={"sm_80": KeyboardInterrupt()})
     result = run("build", "--arch", "sm_80", "--arch", "cpu", "--registry", tmp_path)
     assert result.exit_code == 130
-    assert len(calls) == 1 and "sm_80: 1 programs" in result.output and "is kept" in result.output
+    assert len(calls) == 1 and "sm_80: 1 program in" in result.output and "is kept" in result.output
 
 
 @pytest.mark.parametrize("words", [(), ("--arch", "sm_91"), ("--arch", "cpu", "--jobs", "0")])

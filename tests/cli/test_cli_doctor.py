@@ -62,7 +62,8 @@ def test_the_lines_that_people_read(run, monkeypatch) -> None:
     lines = result.output.splitlines()
     line = next(number for number, text in enumerate(lines) if "KDA_TL_ON_MIS" in text)
     assert lines[line].startswith("warning") and "-> unset KDA_TL_ON_MIS, and set KDA_TL_ON_MISS" in lines[line + 1]
-    assert lines[-1] == f"0 problems, {sum(text.startswith('warning') for text in lines)} warnings"
+    warnings = sum(text.startswith("warning") for text in lines)
+    assert lines[-1] == f"0 problems, {warnings} warning{'' if warnings == 1 else 's'}"
 
 
 @pytest.mark.parametrize(

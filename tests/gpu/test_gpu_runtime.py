@@ -36,7 +36,8 @@ CAPTURE = """
 import torch, kda_tl
 before = torch.cuda.memory_allocated()
 kda_tl.warmup("chunk_kda")
-assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() < before + (8 << 20)
+assert torch.cuda.memory_allocated() <= before + (64 << 10)  # placeholders, kept
+assert torch.cuda.max_memory_allocated() < before + (8 << 20)
 kda_tl.reset_counters()
 half = dict(device="cuda", dtype=torch.bfloat16)
 torch.manual_seed(0)
@@ -57,7 +58,7 @@ print("right")
 
 
 def test_a_first_call_may_be_captured_after_a_warm_up() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KDA_TL_ON_MISS": "error"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "KDA_TL_ON_MISS": "error"}
     ran = subprocess.run([sys.executable, "-c", CAPTURE], env=environment, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
 

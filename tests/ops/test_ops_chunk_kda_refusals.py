@@ -251,6 +251,18 @@ CASES: list[tuple[str, type[Exception], str, Callable[[Inputs], Inputs]]] = [
         "null_index must be an int",
         lambda x: {"null_index": "0", "state_indices": offsets(0)},
     ),
+    (
+        "a null index of 33 bits",
+        ValueError,
+        "null_index must be an int of 32 bits or None, got 4294967296",
+        lambda x: {"null_index": 2**32, "state_indices": offsets(0)},
+    ),
+    (
+        "one memory for all slots",
+        ValueError,
+        "initial_state must not be expanded to be updated in place",
+        lambda x: {"initial_state": x["initial_state"].expand(3, -1, -1, -1), "state_indices": offsets(0)},
+    ),
     ("indices of floats", TypeError, "state_indices must have dtype int32, int64", lambda x: {"state_indices": torch.zeros(1)}),
     ("indices in a list", TypeError, "state_indices must be a torch.Tensor, got list", lambda x: {"state_indices": [0]}),
     (

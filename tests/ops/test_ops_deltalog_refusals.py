@@ -53,8 +53,11 @@ def kda(**changes: Any) -> None:
         ({"state_indices": torch.tensor([3, 3])}, ValueError, r"state_indices must name every slot once, got \[3, 3\]"),
         ({"valid": torch.zeros(1, dtype=torch.int32)}, ValueError, r"valid must have shape \[n\] = \[2\]"),
         ({"valid": torch.zeros(2)}, TypeError, "valid must have dtype int32, int64"),
-        ({"null_index": 2**31}, ValueError, "null_index must be a 32-bit integer or None"),
-        ({"null_index": "x"}, ValueError, "null_index must be a 32-bit integer or None"),
+        ({"null_index": 2**31}, ValueError, "null_index must be an int of 32 bits or None, got 2147483648"),
+        ({"null_index": "x"}, TypeError, "null_index must be an int or None, got str"),
+        ({"null_index": True}, TypeError, "null_index must be an int or None, got bool"),
+        ({"scale": "x"}, TypeError, "scale must be a number, or None for K .* got str"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a number, or None for K .* got Tensor"),
         ({"T": 17}, ValueError, "T must be at most 16, the capacity of the log, got 17"),
         ({"T": 2, "verify": False}, ValueError, "verify=False needs T = 1, got T = 2"),
         ({"A_log": torch.zeros(2)}, ValueError, "A_log needs use_gate_in_kernel=True"),
@@ -110,6 +113,12 @@ def test_the_other_rules_name_their_own_arguments() -> None:
         ({"state_v_first": False, "rule": "rwkv6"}, ValueError, "state_v_first must be True for rwkv6 with a float32 base"),
         ({"state_v_first": False, "launches": 2}, ValueError, "launches must be 1 where state_v_first is False"),
         ({"state_v_first": False, "base": torch.zeros(4, 2, 64, V)}, ValueError, r"base must have shape \[slots, HV, K, V\]"),
+        (
+            {"base": torch.zeros(1, 2, V, K).expand(4, -1, -1, -1)},
+            ValueError,
+            "base must not be expanded to be updated in place",
+        ),
+        ({"base": torch._neg_view(torch.zeros(4, 2, V, K))}, ValueError, "base must not be a lazily negated view"),
         ({"base": 1}, TypeError, "base must be a torch.Tensor, got int"),
         ({"base": torch.zeros(2, 2, V, K)}, ValueError, r"base must have shape \[slots, HV, V, K\]"),
         ({"base": torch.zeros(4, 2, V, K, dtype=torch.int8)}, TypeError, "base must have dtype"),
@@ -148,6 +157,11 @@ def test_maintenance_refuses() -> None:
         (lambda: cache.truncate([-1], [0]), ValueError, "drop must be from 0 to the cursor"),
         (lambda: cache.truncate([1, 2], [0]), ValueError, "drop must have as many entries as state_indices, 1, got 2"),
         (lambda: cache.truncate([0.5], [0]), ValueError, "drop must be int32 or int64"),
+        (lambda: cache.truncate([2**32 + 1], [0]), ValueError, "drop must be from 0 to the cursor"),
+        (lambda: cache.truncate([0, 0], [1, 1]), ValueError, "state_indices must name every slot once, got .1, 1."),
+        (lambda: cache.truncate([0], [1], null_index="x"), TypeError, "null_index must be an int or None, got str"),
+        (lambda: cache.truncate([0], [2**70]), TypeError, "state_indices must be a tensor or a sequence of integers"),
+        (lambda: cache.reset(3), TypeError, "state_indices must be a tensor or a sequence of integers, got 3"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             run()

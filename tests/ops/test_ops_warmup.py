@@ -50,6 +50,11 @@ def test_what_it_refuses(cpu_kernels: Registry, tmp_path: Path, monkeypatch: pyt
         kda_tl.warmup("chunk_kdaa", device="cpu")
     with pytest.raises(TypeError, match="what must be ops, names of ops, specs and plans, got int"):
         kda_tl.warmup(3, device="cpu")
+    with pytest.raises(ValueError, match="device must be a CUDA device or the cpu, got 'tpu'"):
+        kda_tl.warmup("chunk_kda", device="tpu")
+    with monkeypatch.context() as patch, pytest.raises(kda_tl.UnsupportedDevice, match="device cuda is not here"):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        kda_tl.warmup("chunk_kda", device="cuda")
     with dispatcher.assume_arch("sm_90"):
         plan = kda_tl.explain("chunk_kda", **example_inputs(kda_tl.chunk_kda, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="the plan is one for sm_90, and cpu runs cpu"):
@@ -63,6 +68,7 @@ def test_what_it_refuses(cpu_kernels: Registry, tmp_path: Path, monkeypatch: pyt
 def test_not_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="before a CUDA graph is captured"):
         kda_tl.warmup(device="cuda")
 

@@ -1,0 +1,187 @@
+"""Intracard parallelism: whether a prefill call cuts its sequences into segments, and into how many.
+
+A scan walks the chunks of a sequence one after another, so few sequences and heads leave most of a device idle. Cut at chunk
+boundaries, all segments run at once, from states that two more kernels find out first: intracard_pre_scan, the affine map of
+every segment but the last, and intracard_merge, which applies them in turn. That is worth while where the chain of chunks gets
+shorter by more than the maps cost, and `plan_split` says so from sizes alone: lengths where the host knows them, head counts,
+and what `Device` says. The same sizes get the same cut in every process, and nothing is read from a device.
+
+Where a device alone knows the lengths of a pack, T stands for the longest one: grids are upper bounds then, and blocks of
+segments that a sequence does not have leave at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec, IntracardPreScanSchedule, IntracardPreScanSpec
+from kda_tl.specs.kernels import ChunkScanSpec
+from kda_tl.specs.schedules import ChunkScanSchedule, schedule_for
+
+__all__ = ["Device", "SplitInfo", "Work", "device_of", "multiprocessors", "plan_split"]
+
+# The model, in microseconds on one NVIDIA H200. A block of either scan takes so long per chunk, by the variant of its schedule.
+CHUNK_US = {"warp_specialized": 1.5, "plain": 8.0}
+MERGE_SEGMENT_US = 3.0  # one map applied, in every block of the merge
+EXTRA_LAUNCHES_US = 6.0  # two more kernels, and the gap that each leaves
+WORTH_WHILE = 0.9  # a cut must bring the time of the scan down to this part of it
+MAX_SEGMENTS = 64
+MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
+"""Of the usual device of an arch, for plans without a device."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a device and its schedules. Tiles: blocks per segment (merge: per sequence) and value head."""
+
+    multiprocessors: int
+    scan_tiles: int = 4
+    pre_scan_tiles: int = 8
+    merge_tiles: int = 8
+    scan_chunk_us: float = CHUNK_US["warp_specialized"]
+    pre_scan_chunk_us: float = CHUNK_US["warp_specialized"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """chunks: of every sequence, where the host knows them; else None, and `longest` and `total` are upper bounds.
+    A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head."""
+
+    N: int
+    HV: int
+    longest: int
+    total: int
+    chunks: tuple[int, ...] | None = None
+    dense: bool = True
+    segment_bytes: int = 3 * 4 * 128 * 128
+
+    def segments(self, segment_chunks: int) -> int:
+        """Of all sequences together."""
+        if self.chunks is None:
+            return -(-self.longest // segment_chunks) + self.N - 1
+        found = sum(-(-n // segment_chunks) for n in self.chunks)
+        return found * self.N if self.dense else found
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """How every sequence is cut: at every `segment_chunks` chunks, so into at most `segments` pieces; and why."""
+
+    segments: int
+    segment_chunks: int
+    reason: str
+    chunks: tuple[int, ...] | None = None
+    chunk_size: int = 64
+
+    def of_sequence(self, tokens: int) -> list[tuple[int, int]]:
+        """(first token, last token + 1) of each segment of a sequence; none of an empty one."""
+        size = self.segment_chunks * self.chunk_size if self.segments > 1 else max(tokens, 1)
+        return [(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+    def __str__(self) -> str:
+        if self.segments == 1:
+            return f"1 per sequence: {self.reason}"
+        counts = "" if self.chunks is None or len(self.chunks) == 1 else f" ({', '.join(self._counts())} by sequence)"
+        return f"up to {self.segments} per sequence{counts}, {self.segment_chunks} chunks each: {self.reason}"
+
+    def _counts(self, shown: int = 16) -> Iterator[str]:
+        assert self.chunks is not None
+        for n in self.chunks[:shown]:
+            yield str(-(-n // self.segment_chunks))
+        if len(self.chunks) > shown:
+            yield "..."
+
+
+def plan_split(work: Work, device: Device, forced: int | None = None) -> SplitInfo:
+    """The cut of a call. forced: `intracard_segments` of the caller."""
+    if forced == 1:
+        return SplitInfo(1, max(work.longest, 1), "intracard_segments=1", work.chunks)
+    if forced is not None:
+        return _cut(work, forced, f"intracard_segments={forced}")
+    return _planned(work, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(work: Work, device: Device) -> SplitInfo:
+    if work.longest < 2:
+        return SplitInfo(1, max(work.longest, 1), "no sequence is longer than a chunk", work.chunks)
+    blocks = work.N * work.HV * device.scan_tiles
+    if work.chunks is None and blocks >= device.multiprocessors:
+        reason = f"{blocks} blocks fill {device.multiprocessors} multiprocessors, if lengths are alike"
+        return SplitInfo(1, work.longest, reason)
+    whole = _microseconds(work, device, work.longest)
+    best, time = work.longest, whole
+    for count in range(2, min(work.longest, MAX_SEGMENTS) + 1):
+        segment_chunks = -(-work.longest // count)
+        if work.N * -(-work.longest // segment_chunks) * work.HV * work.segment_bytes > MAX_BYTES:
+            break
+        if segment_chunks < best and (found := _microseconds(work, device, segment_chunks)) < time:
+            best, time = segment_chunks, found
+    if time > WORTH_WHILE * whole:
+        reason = f"{blocks} blocks on {device.multiprocessors} multiprocessors, by the model {whole:.0f} us"
+        return SplitInfo(1, work.longest, f"{reason}, and no cut is worth while", work.chunks)
+    return _cut(work, -(-work.longest // best), f"by the model {time:.0f} us instead of {whole:.0f} us")
+
+
+def _cut(work: Work, count: int, reason: str) -> SplitInfo:
+    """`count` segments of the longest sequence, or as many as whole chunks allow."""
+    longest = max(work.longest, 1)
+    segment_chunks = -(-longest // count)
+    return SplitInfo(-(-longest // segment_chunks), segment_chunks, reason, work.chunks)
+
+
+def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
+    """Of the scan, and of what cutting costs, by the model. One block of a scan runs on a multiprocessor at a time."""
+    segments = work.segments(segment_chunks)
+    scan = _steps(work, segments * work.HV * device.scan_tiles, segment_chunks, device) * device.scan_chunk_us
+    if segment_chunks >= work.longest:
+        return scan
+    alike = work.chunks is None or work.dense
+    mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
+    merged = work.N if alike else sum(n > segment_chunks for n in work.chunks or ())
+    pre_scan = _steps(work, mapped * work.HV * device.pre_scan_tiles, segment_chunks, device) * device.pre_scan_chunk_us
+    rounds = -(-merged * work.HV * device.merge_tiles // (2 * device.multiprocessors))
+    merge = (-(-work.longest // segment_chunks) - 1) * MERGE_SEGMENT_US * rounds
+    return scan + pre_scan + merge + EXTRA_LAUNCHES_US
+
+
+def _steps(work: Work, blocks: int, segment_chunks: int, device: Device) -> float:
+    """Chunks that the busiest multiprocessor walks. Blocks of a dense batch are alike and come in waves; others fill gaps."""
+    if work.dense:
+        return -(-blocks // device.multiprocessors) * segment_chunks
+    mean = work.total / max(work.segments(segment_chunks), 1)
+    return max(float(segment_chunks), blocks * mean / device.multiprocessors)
+
+
+@functools.cache
+def device_of(scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int) -> Device:
+    """The model's view of `count` multiprocessors with the schedules that these kernels have on `arch`."""
+    of_scan, of_pre_scan, of_merge = (schedule_for(spec, arch) for spec in (scan, pre_scan, merge))
+    assert isinstance(of_scan, ChunkScanSchedule)
+    assert isinstance(of_pre_scan, IntracardPreScanSchedule) and isinstance(of_merge, IntracardMergeSchedule)
+    columns = scan.head_dim_v + (scan.head_dim_k if scan.delta else 0)
+    return Device(
+        multiprocessors=count,
+        scan_tiles=scan.head_dim_v // of_scan.block_v,
+        pre_scan_tiles=columns // of_pre_scan.block,
+        merge_tiles=merge.head_dim_v // of_merge.block_v,
+        scan_chunk_us=CHUNK_US[of_scan.variant],
+        pre_scan_chunk_us=CHUNK_US[of_pre_scan.variant],
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device, arch: str) -> int:
+    """Of the device, or of the usual one of an arch that is planned for elsewhere; 1 for the cpu."""
+    if arch_row(arch).is_cpu:
+        return 1
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return MULTIPROCESSORS[arch]

@@ -1,0 +1,109 @@
+"""When and how sequences are cut: a pure function of sizes, head counts and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kda_tl.ops.intracard import (
+    MAX_BYTES,
+    MAX_SEGMENTS,
+    MULTIPROCESSORS,
+    Device,
+    Work,
+    device_of,
+    multiprocessors,
+    plan_split,
+)
+from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
+from kda_tl.specs.kernels import ChunkScanSpec
+
+H200 = Device(132)
+
+
+def dense(chunks: int, HV: int, B: int = 1) -> Work:
+    return Work(B, HV, chunks, chunks * B, (chunks,))
+
+
+def pack(*chunks: int, HV: int = 4) -> Work:
+    return Work(len(chunks), HV, max(chunks), sum(chunks), chunks, dense=False)
+
+
+def unknown(chunks: int, N: int, HV: int = 4) -> Work:
+    return Work(N, HV, chunks, chunks + N, None, dense=False)
+
+
+@pytest.mark.parametrize("HV", [1, 2, 4, 8])
+def test_few_heads_and_long_sequences_are_cut(HV: int) -> None:
+    split = plan_split(dense(128, HV), H200)
+    assert split.segments > 1 and split.segments * split.segment_chunks >= 128 > (split.segments - 1) * split.segment_chunks
+    assert "by the model" in split.reason and "instead of 192 us" in split.reason
+
+
+@pytest.mark.parametrize("work", [dense(128, 96), dense(128, 33), dense(64, 8, B=16), dense(4, 4), dense(1, 1), dense(2, 8)])
+def test_a_full_device_and_short_sequences_are_not(work: Work) -> None:
+    split = plan_split(work, H200)
+    assert split.segments == 1 and split.segment_chunks >= work.longest and split.reason
+
+
+def test_more_multiprocessors_never_cut_less_often() -> None:
+    for HV in (1, 4, 16, 32):
+        cut = [plan_split(dense(256, HV), Device(count)).segments > 1 for count in (20, 66, 108, 132, 264)]
+        assert cut == sorted(cut)
+
+
+def test_the_longest_sequence_of_a_pack_decides() -> None:
+    assert plan_split(pack(*[8] * 64), H200).segments == 1
+    long_one = plan_split(pack(1, 0, 256, 1), H200)
+    assert long_one.segments > 1 and long_one.chunks == (1, 0, 256, 1)
+    assert str(long_one).startswith(f"up to {long_one.segments} per sequence (1, 0, {long_one.segments}, 1 by sequence)")
+    # However many short ones are beside it, as long as the maps, which have a row for each of them, stay small.
+    assert plan_split(pack(256, *[1] * 20), H200).segments > 1
+    assert plan_split(pack(256, *[1] * 2000), H200).segments == 1
+
+
+def test_lengths_that_a_device_alone_knows() -> None:
+    """T stands for the longest; many sequences are taken to be alike."""
+    assert plan_split(unknown(256, 2), H200).segments > 1
+    full = plan_split(unknown(256, 64), H200)
+    assert full.segments == 1 and "1024 blocks fill 132 multiprocessors" in full.reason
+
+
+@pytest.mark.parametrize(("chunks", "forced", "segments", "segment_chunks"), [
+    (128, 4, 4, 32), (128, 7, 7, 19), (5, 4, 3, 2), (5, 100, 5, 1), (1, 4, 1, 1), (128, 1, 1, 128), (130, 8, 8, 17),
+])  # fmt: skip
+def test_a_number_of_segments_that_the_caller_asks_for(chunks: int, forced: int, segments: int, segment_chunks: int) -> None:
+    for work in (dense(chunks, 96, B=8), pack(chunks, 0, 1), unknown(chunks, 3)):
+        split = plan_split(work, H200, forced)
+        assert (split.segments, split.segment_chunks) == (segments, segment_chunks)
+        assert split.reason == f"intracard_segments={forced}"
+        tokens = chunks * 64 - 5
+        bounds = split.of_sequence(tokens)
+        assert len(bounds) == segments and bounds[0][0] == 0 and bounds[-1][1] == tokens
+        assert all(first % 64 == 0 for first, _ in bounds)
+
+
+def test_a_plan_is_a_value() -> None:
+    assert plan_split(dense(128, 4), H200) is plan_split(dense(128, 4), Device(132))
+    assert hash(plan_split(dense(128, 4), H200)) == hash(dataclasses.replace(plan_split(dense(128, 4), H200)))
+
+
+def test_limits() -> None:
+    assert plan_split(dense(100_000, 1), Device(10_000)).segments <= MAX_SEGMENTS
+    work = dense(1000, 2, B=16)
+    split = plan_split(work, H200)
+    assert split.segments * work.N * work.HV * work.segment_bytes <= MAX_BYTES
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_the_model_knows_of_a_device(arch: str) -> None:
+    for delta in (True, False):
+        specs = ChunkScanSpec(delta=delta), IntracardPreScanSpec(delta=delta), IntracardMergeSpec(delta=delta)
+        device = device_of(*specs, arch, 100)
+        assert device.multiprocessors == 100 and device.scan_tiles >= 1 and device.merge_tiles >= 1
+        assert device.pre_scan_tiles >= (2 if delta else 1)
+    count = multiprocessors(torch.device("cpu"), arch)
+    assert count == (1 if arch == "cpu" else MULTIPROCESSORS[arch])
