@@ -9,6 +9,7 @@ from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 
 __all__ = ["CUDA_ARCHS", "built_specs"]
@@ -17,6 +18,8 @@ CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.meas
 
 ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec()]
 MORE_FOR_SM_90: list[KernelSpec] = [
+    IntracardPreScanSpec(),
+    IntracardMergeSpec(),
     ChunkScanSpec(state_dtype="bfloat16"),
     RecurrentDecodeSpec(state_dtype="bfloat16"),
     DeltaLogPrepSpec(),

@@ -243,7 +243,7 @@ def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
 
 
 @T.macro
-def activate(t, decay, dt_bias, first_bias, form, rate, lower_bound, part, pair, size):
+def activate(t, decay, dt_bias, first_bias, gate_form, rate, lower_bound, part, pair, size):
     """Raw gates to natural-log decays, in registers. One branch around all rows: none would wait for another's load.
 
     The hardware's exp2 and log2 are good to a few 1e-7 here: log1p of a small number is a polynomial, 1 / (1 + e) is
@@ -252,7 +252,7 @@ def activate(t, decay, dt_bias, first_bias, form, rate, lower_bound, part, pair,
     bias = T.alloc_local((2,), "float32")
     for j in t.pair():
         bias[j] = dt_bias[first_bias + pair * 2 + j]
-    if form == int(GateForm.SOFTPLUS):
+    if gate_form == int(GateForm.SOFTPLUS):
         for r in T.unroll(size):
             for j in T.unroll(2):
                 x = decay[t.at(part, pair, r, j)] + bias[j]
@@ -261,7 +261,7 @@ def activate(t, decay, dt_bias, first_bias, form, rate, lower_bound, part, pair,
                 grown = T.log2(1.0 + e) * (1.0 / LOG2_E)
                 decay[t.at(part, pair, r, j)] = -rate * (T.max(x, 0.0) + T.if_then_else(e < 0.0625, small, grown))
     else:
-        slope = T.if_then_else(form == int(GateForm.BOUNDED), rate, 1.0) * LOG2_E
+        slope = T.if_then_else(gate_form == int(GateForm.BOUNDED), rate, 1.0) * LOG2_E
         for r in T.unroll(size):
             for j in T.unroll(2):
                 x = decay[t.at(part, pair, r, j)] + bias[j]

@@ -80,6 +80,22 @@ _PARAMETERS: dict[str, Parameters] = {
             "segment_chunks",
         ),
     },
+    "intracard_pre_scan": {
+        "v": (4, None),
+        "cu_seqlens": (1, "int32"),
+        **{name: _WORKSPACE[name] for name in ("k_decayed", "k_to_end", "chunk_decay", "A_inv")},
+        **dict.fromkeys(("transitions", "biases"), (5, "float32")),
+        **_integers("num_seqs", "uniform", "segments", "segment_chunks", "every"),
+    },
+    "intracard_merge": {
+        **dict.fromkeys(("transitions", "biases"), (5, "float32")),
+        "cu_seqlens": (1, "int32"),
+        "initial_state": (4, None),
+        "state_indices": (1, "int32"),
+        "has_initial_state": (1, "uint8"),
+        "segment_states": (5, "float32"),
+        **_integers("seq_len", "num_seqs", "uniform", "load_state", "masked", "indexed", "null_index", "segment_chunks"),
+    },
     "recurrent_decode": {
         **dict.fromkeys(("q", "k", "v", "g"), (4, None)),
         "g_wide": (4, "float32"),

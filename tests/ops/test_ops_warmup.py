@@ -40,7 +40,12 @@ def test_a_call_after_it_loads_nothing(cpu_kernels: Registry) -> None:
 
 def test_one_spec_and_the_options_of_ops(cpu_kernels: Registry) -> None:
     spec = ChunkWySpec(dtype="float32")
-    assert kda_tl.warmup(spec, "chunk_kda", device="cpu", output_final_state=True) == [spec.key, "chunk_kda"]
+    launched = kda_tl.warmup(spec, "chunk_kda", device="cpu", output_final_state=True)
+    assert launched[:2] == [spec.key, "chunk_kda"]
+    wy = {other.key for other in default_specs("cpu") if isinstance(other, ChunkWySpec)}
+    of_kda = {ChunkWySpec(K, dtype="float32").key for K in (64, 128)}
+    assert wy & set(launched[2:]) == of_kda
+    assert {key.split("[")[0] for key in launched[2:]} == {"chunk_wy", "chunk_scan", "intracard_pre_scan", "intracard_merge"}
     with pytest.raises(ValueError, match="options are for ops, and none was named: got output_final_state"):
         kda_tl.warmup(spec, device="cpu", output_final_state=True)
 
