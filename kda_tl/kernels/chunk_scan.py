@@ -13,16 +13,16 @@ Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 
 NVIDIA H200. Three were counted, two of them built and timed; milliseconds of chunk_wy + chunk_scan at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.97 + 0.37   0.36 + 0.19
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.92 + 0.41   0.31 + 0.17
     wide    W and U in place of A_inv and k_decayed, v                        8.5 + 5.5     not built
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
-it a chunk takes 1.5 (V tile 32) to 2.9 (128), the plain variant went from 7.3 to 1.3 ms, and every rule, gate and norm is
-chunk_wy's business alone. The wide plan would save the scan one product in its chain, 0.2 of 1.5 microseconds, and round W to
+it a chunk takes 1.3 (V tile 32) to 2.8 (128), the plain variant went from 7.3 to 1.4 ms, and every rule, gate and norm is
+chunk_wy's business alone. The wide plan would save the scan one product in its chain, about 0.2 microseconds, and round W to
 an operand where the residual here is float32. A cluster whose V tiles share what they load has nothing left to share but loads
 that come from L2; it compiles and runs (T.tma_copy with cluster_mask, T.mbarrier_expect_tx on the ranks that receive).
 What limits the scan now is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads
-and V tile 128; what limits chunk_wy is its number of instructions, 37,000 per chunk and warp slot, 40 % of them addresses of
+and V tile 128; what limits chunk_wy is its number of instructions, 37,000 of a warp per chunk, 40 % of them addresses of
 swizzled stores: padded rows with mma in place of wgmma need 14 % fewer and take as long, bound by ldmatrix.
 `tools/bench_chunk_kda.py` measures both.
 """
