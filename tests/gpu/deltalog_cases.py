@@ -116,6 +116,9 @@ class Walk:
         self.history: dict[int, list[Tensor]] = {slot: [] for slot in range(self.slots)}  # states that truncation leads back to
         self.calls = self.seed * 1000
 
+    def limits(self) -> dict[str, float]:
+        return limits(self.device, self.state_dtype)
+
     def indices(self, slots: list[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int32, device=self.device)
 
@@ -208,5 +211,5 @@ def limits(device: str, state_dtype: torch.dtype) -> dict[str, float]:
 
 def hold(walk: Walk) -> None:
     walk.check()
-    for what, limit in limits(walk.device, walk.state_dtype).items():
+    for what, limit in walk.limits().items():
         assert walk.errors[what] < limit, f"error of {what} {walk.errors[what]:.1e} is over {limit:.0e}: {walk}"
