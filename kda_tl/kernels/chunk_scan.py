@@ -10,7 +10,8 @@ With the state S before the chunk and what chunk_wy stored, per chunk:
 S stays in registers in float32. The same program serves every rule; without the delta correction u is v.
 
 Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
-NVIDIA H200. Three were counted, two of them built and timed; milliseconds of chunk_wy + chunk_scan at 96 and 32 heads:
+NVIDIA H200. Three were counted, two of them built and timed, the lean one in code that has gone since; milliseconds of
+chunk_wy + chunk_scan at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
     gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.92 + 0.41   0.31 + 0.17
@@ -24,7 +25,7 @@ that come from L2; it compiles and runs (T.tma_copy with cluster_mask, T.mbarrie
 What limits the scan now is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads
 and V tile 128; what limits chunk_wy is its number of instructions, 37,000 of a warp per chunk, 40 % of them addresses of
 swizzled stores: padded rows with mma in place of wgmma need 14 % fewer and take as long, bound by ldmatrix.
-`tools/bench_chunk_kda.py` measures both.
+The times of the gated plan are those of `tools/bench_chunk_kda.py`, shares and counts those of a profile (ncu).
 """
 
 from typing import Any

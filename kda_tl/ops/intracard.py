@@ -25,7 +25,8 @@ from kda_tl.specs.schedules import ChunkScanSchedule, schedule_for
 
 __all__ = ["Device", "SplitInfo", "Work", "device_of", "multiprocessors", "plan_split"]
 
-# The model, in microseconds on one NVIDIA H200. A block of either scan takes so long per chunk, by the variant of its schedule.
+# The model, in microseconds, for a device like one NVIDIA H200: assumed, to choose by, not fitted to measurements. A block of
+# either scan takes so long per chunk, by the variant of its schedule.
 CHUNK_US = {"warp_specialized": 1.5, "plain": 8.0}
 MERGE_SEGMENT_US = 3.0  # one map applied, in every block of the merge
 EXTRA_LAUNCHES_US = 6.0  # two more kernels, and the gap that each leaves

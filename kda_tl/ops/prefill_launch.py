@@ -209,9 +209,8 @@ def launch(
     """
     pooled = takes_pool(problem, a)
     state_dtype = initial_state.dtype if pooled and initial_state is not None else torch.float32
-    spec, scans, _ = _specs(
-        problem.rule, problem.K, problem.V, problem.kernel_dtype, _gate_dtype(problem, a), state_dtype
-    )  # fmt: skip
+    # The scans are the same for every gate dtype.
+    spec, scans, _ = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, torch.float32, state_dtype)
     K = spec.head_dim_k
     missing = K - problem.K
     v = _as(a.v, problem.kernel_dtype)

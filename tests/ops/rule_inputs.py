@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from op_inputs import poisoned
 from torch import Tensor
 
 import kda_tl
-from kda_tl.ops import prefill_launch
-from kda_tl.ops.arguments import Arguments
-from kda_tl.ops.prefill_checks import Problem
 from kda_tl.reference import recurrent_rule
 from kda_tl.specs.rules import RULES
 
@@ -62,29 +57,3 @@ def call(rule: str, x: dict[str, Any], **options: Any) -> Any:
 
 def truth(rule: str, x: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     return recurrent_rule(**x, **RULES[rule].as_dict(), **options)
-
-
-def launch_by_definition(
-    problem: Problem, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None
-) -> None:
-    """What the kernels do, from the definition, for rules that they do not have: all that is around them is still tested."""
-    o_true, state = recurrent_rule(
-        a.q, a.k, a.v, a.g, a.beta, a.bonus, a.scale, initial_state, a.cu_seqlens, **problem.rule.as_dict()
-    )
-    o.copy_(o_true)
-    if final_state is not None:
-        final_state.copy_(state)
-
-
-@pytest.fixture
-def every_rule(cpu_kernels: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    by_kernels = prefill_launch.launch
-
-    def launch(problem: Problem, *arguments: Any) -> None:
-        try:
-            by_kernels(problem, *arguments)
-        except NotImplementedError:
-            launch_by_definition(problem, *arguments)
-
-    monkeypatch.setattr(prefill_launch, "launch", launch)
-    yield

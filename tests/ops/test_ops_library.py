@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from chunk_kda_cases import relative_error
-from rule_inputs import OPS, call, every_rule, inputs, truth  # noqa: F401
+from rule_inputs import OPS, call, inputs, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_tl
 from kda_tl.ops.arguments import Arguments
 from kda_tl.ops.explain import PREFILL_OPS
 
-pytestmark = pytest.mark.usefixtures("every_rule")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture(autouse=True)

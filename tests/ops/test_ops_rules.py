@@ -9,12 +9,12 @@ import pytest
 import torch
 from chunk_kda_cases import nan_filled_memory, relative_error
 from op_inputs import offsets, sequences
-from rule_inputs import OPS, call, every_rule, inputs, truth  # noqa: F401
+from rule_inputs import OPS, call, inputs, truth
 
 import kda_tl
 from kda_tl.ops.explain import PREFILL_OPS
 
-pytestmark = pytest.mark.usefixtures("every_rule")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 LIMIT = 1e-5
 PACK = [0, 1, 63, 65, 0, 30]
 
