@@ -66,6 +66,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         from kda_tl.kernels import deltalog_append
 
         return deltalog_append.program(spec, schedule, arch)
+    if spec.one_token:
+        from kda_tl.kernels import deltalog_step
+
+        return deltalog_step.program(spec, schedule, arch)
     t = TileTarget(arch)
     K, V, D, dtype, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.dtype, spec.capacity
     block_v, threads, delta, read_first = min(schedule.block_v, V), schedule.threads, spec.delta, spec.read_first
@@ -148,8 +152,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 has_dt_bias, wide_gates, K, D, read_first,
             )  # fmt: skip
             fetch_value(
-                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates, block_v,
-                delta,
+                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
+                block_v, delta,
             )  # fmt: skip
             if (slot >= 0) & (slot < slots) & (slot != null_index):
                 held = tile.alloc()
@@ -207,8 +211,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                         stage(t, threads, writes, log_u, slot, value_head, first_v, count, capacity, block_v, 4)
                     if token < last:
                         publish_token(
-                            t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias, wide_gates,
-                            K, D, read_first,
+                            t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias,
+                            wide_gates, K, D, read_first,
                         )  # fmt: skip
                         for x in lanes(t, threads):
                             if x < block_v:
@@ -225,13 +229,16 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                     if token == 0:
                         # RWKV6 reads before the token's decay; where no token is at hand, no one knows it.
                         weigh_log(
-                            t, threads, weighted, keys, entry_decay, base_weight, decay, (last > 0) & (not read_first), count, K,
-                            per_key,
+                            t, threads, weighted, keys, entry_decay, base_weight, decay, (last > 0) & (not read_first), count,
+                            K, per_key,
                         )  # fmt: skip
                         if folds != 0:
                             sync(t)
                     if folds != 0:
-                        fold_log(tile, held, base, weighted, base_weight, writes, slot, value_head, first_v, count)
+                        fold_log(
+                            tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, None, D, False
+                        )  # fmt: skip
+                        load_base(tile, held, base, slot, value_head, first_v)
                         count = 0
                         window = merge_every
                         folds = 0

@@ -54,7 +54,6 @@ class BaseTile:
         """A loop over the elements of one access: neighbours in memory only where K is the last dimension."""
         return wide(self.t, self.width) if self.v_first else T.unroll(self.width)
 
-
     def alloc(self) -> Any:
         return private(self.t, self.threads, (self.rows, self.vectors, self.width), self.state_dtype)
 
@@ -101,7 +100,9 @@ def stage(t, threads, target, log, slot, value_head, first, count, capacity, wid
                         target[j, c + e] = log[slot, value_head, j, first + c + e]
                 else:
                     T.ptx_cp_async(
-                        T.access_ptr(target[j, c], "w", size), T.access_ptr(log[slot, value_head, j, first + c], "r", size), size
+                        T.access_ptr(target[j, c], "w", size),
+                        T.access_ptr(log[slot, value_head, j, first + c], "r", size),
+                        size,
                     )
 
 
@@ -115,10 +116,10 @@ def staged(t):
 
 @T.macro
 def fetch_token(
-    t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, token, head, value_head, gate_form, has_dt_bias,
-    wide_gates, K, decay_size, read_first,
+    t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, token, head, value_head, gate_form,
+    has_dt_bias, wide_gates, K, decay_size, read_first,
 ):  # fmt: skip
-    """Issues the loads of a token's key channels; nothing waits for them. narrow: k, q, g; wide_row: g_wide, bias, bonus, A_log."""
+    """Issues the loads of a token's key channels: narrow: k, q, g; wide_row: g_wide, bias, bonus, A_log. Nothing waits here."""
     for step in list(range(-(-K // threads))):
         for thread in lanes(t, threads):
             c = step * threads + thread
@@ -141,7 +142,8 @@ def fetch_token(
 
 @T.macro
 def fetch_value(
-    t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, token, value_head, first_v, wide_gates, block_v, delta,
+    t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, token, value_head, first_v, wide_gates, block_v,
+    delta,
 ):  # fmt: skip
     """As fetch_token: a value in each of block_v threads, the write strength in all of them."""
     for thread in lanes(t, threads):
@@ -157,7 +159,8 @@ def fetch_value(
 
 @T.macro
 def publish_token(
-    t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias, wide_gates, K, decay_size, read_first,
+    t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias, wide_gates, K, decay_size,
+    read_first,
 ):  # fmt: skip
     """k, q [2, K] of the token that was fetched, its decay e^g [decay_size] and, with read_first, the bonus [K]: float32."""
     for step in list(range(-(-K // threads))):
@@ -294,7 +297,7 @@ def log_products(t, threads, weighted, now, dots, sums, bonus, count, K, delta, 
 
 @T.macro
 def read_base(tile, held, scaled, k_sums, q_sums, delta):
-    """k_sums, q_sums [rows]: this thread's part of k^T S and q^T S of its rows, from the base; scaled [2, K]: k and q w_base."""
+    """k_sums, q_sums [rows]: this thread's part of k^T S and q^T S, from the base alone; scaled [2, K]: k and q w_base."""
     t = tile.t
     k_row = private(t, 1, (tile.width,), "float32")
     q_row = private(t, 1, (tile.width,), "float32")
@@ -349,45 +352,58 @@ def read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total,
 
 
 @T.macro
-def fold_log(tile, held, base, weighted, base_weight, writes, slot, value_head, first_v, count):
-    """base <- Diag(w_base) base + sum_j (k_j w_j) u_j^T over `count` entries; in registers (as rounded) and in memory."""
+def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, token, decay_size, read_first):
+    """base <- Diag(w_base) base + sum_j (k_j w_j) u_j^T over `count` entries.
+
+    token: (u of each group's rows, now, decay) of one more entry, of whose decay the weights know but with read_first; or None.
+    The base is read again, from a cache: kept in registers until here, it would cost every step that folds nothing.
+    """
     t = tile.t
+    piece = private(t, 1, (tile.fold_rows, tile.width), tile.state_dtype)
     weight = private(t, 1, (tile.width,), "float32")
     row = private(t, 1, (tile.fold_rows,), "float32")
     total = private(t, 1, (tile.fold_rows, tile.width), "float32")
     for group in groups(t, tile.threads, ROW_LANES):
         for lane in lanes(t, ROW_LANES):
-            mine = tile.thread(group, lane)
-            for vector in T.unroll(tile.vectors):
-                for part in T.unroll(tile.rows // tile.fold_rows):
+            for part in T.unroll(tile.rows // tile.fold_rows):
+                for vector in T.unroll(tile.vectors):
+                    first_row = group * tile.rows + part * tile.fold_rows
+                    for r in T.unroll(tile.fold_rows):
+                        for e in tile.across():
+                            piece[0, r, e] = base[slot, value_head, first_v + first_row + r, tile.key(vector, lane) + e]
                     for half in T.unroll(tile.width // 4):
                         for e in wide(t, 4):
                             weight[0, half * 4 + e] = base_weight[tile.key(vector, lane) + half * 4 + e]
                     for r in T.unroll(tile.fold_rows):
                         for e in T.unroll(tile.width):
-                            total[0, r, e] = (
-                                T.cast(held[mine, part * tile.fold_rows + r, vector, e], "float32") * weight[0, e]
-                            )
+                            total[0, r, e] = T.cast(piece[0, r, e], "float32") * weight[0, e]
                     for j in T.serial(count):
                         for half in T.unroll(tile.width // 4):
                             for e in wide(t, 4):
                                 weight[0, half * 4 + e] = weighted[j, tile.key(vector, lane) + half * 4 + e]
                         for first in list(range(0, tile.fold_rows, 4)):
                             for e in wide(t, min(4, tile.fold_rows)):
-                                row[0, first + e] = writes[j, group * tile.rows + part * tile.fold_rows + first + e]
+                                row[0, first + e] = writes[j, first_row + first + e]
                         for r in T.unroll(tile.fold_rows):
                             for e in T.unroll(tile.width):
                                 total[0, r, e] = total[0, r, e] + weight[0, e] * row[0, r]
+                    if token is not None:
+                        u, now, decay = token
+                        if read_first:
+                            for r in T.unroll(tile.fold_rows):
+                                for e in T.unroll(tile.width):
+                                    total[0, r, e] = total[0, r, e] * decay[tile.key(vector, lane) + e if decay_size > 1 else 0]
+                        for half in T.unroll(tile.width // 4):
+                            for e in wide(t, 4):
+                                weight[0, half * 4 + e] = now[0, tile.key(vector, lane) + half * 4 + e]
+                        for r in T.unroll(tile.fold_rows):
+                            for e in T.unroll(tile.width):
+                                total[0, r, e] = total[0, r, e] + weight[0, e] * u[own(t, group), part * tile.fold_rows + r]
                     for r in T.unroll(tile.fold_rows):
                         for e in T.unroll(tile.width):
-                            held[mine, part * tile.fold_rows + r, vector, e] = total[0, r, e]
+                            piece[0, r, e] = total[0, r, e]
                         for e in tile.across():
-                            base[
-                                slot,
-                                value_head,
-                                first_v + group * tile.rows + part * tile.fold_rows + r,
-                                tile.key(vector, lane) + e,
-                            ] = held[mine, part * tile.fold_rows + r, vector, e]
+                            base[slot, value_head, first_v + first_row + r, tile.key(vector, lane) + e] = piece[0, r, e]
 
 
 @T.macro

@@ -125,7 +125,8 @@ class DeltaLogCache:
         if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
             built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
-        schedule = schedule_for(DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields), self.arch)
+        step = DeltaLogDecodeSpec(K, V, state_dtype=stored, one_token=bool(state_v_first), **fields)
+        schedule = schedule_for(step, self.arch)
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):

@@ -84,6 +84,9 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
             indices, valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
+    elif tokens == 1 and not verify and cache.spec.state_v_first:
+        step = dispatcher.kernel(dataclasses.replace(cache.spec, one_token=True), cache.arch, device)
+        step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
         kernel = dispatcher.kernel(cache.spec, cache.arch, device)
         if verify:
