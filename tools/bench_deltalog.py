@@ -38,11 +38,11 @@ BASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VARIANTS = {
     "v64-t128-b4": {"block_v": 64, "threads": 128, "min_blocks": 4},
     "v64-t128-b5": {"block_v": 64, "threads": 128, "min_blocks": 5},
-    "v64-t128-b6": {"block_v": 64, "threads": 128, "min_blocks": 6},
+    "v64-t128-b7": {"block_v": 64, "threads": 128, "min_blocks": 7},
     "v128-t256-b2": {"block_v": 128, "threads": 256, "min_blocks": 2},
     "v128-t256-b3": {"block_v": 128, "threads": 256, "min_blocks": 3},
     "v128-t128-b4": {"block_v": 128, "threads": 128, "min_blocks": 4},
-    "v32-t128-b6": {"block_v": 32, "threads": 128, "min_blocks": 6},
+    "v32-t128-b8": {"block_v": 32, "threads": 128, "min_blocks": 8},
 }
 """Those that spill for want of registers are built too, and say so."""
 

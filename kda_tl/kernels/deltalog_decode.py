@@ -33,6 +33,7 @@ from kda_tl.kernels.deltalog_replay import (
     load_base,
     log_products,
     publish_token,
+    publish_value,
     read_base,
     read_log,
     scale_token,
@@ -41,8 +42,7 @@ from kda_tl.kernels.deltalog_replay import (
     store_cursor,
     weigh_log,
 )
-from kda_tl.kernels.tiles.gates import inverse_norm, write_strength
-from kda_tl.kernels.tiles.lanes import groups, lanes, own, private, sync, wide
+from kda_tl.kernels.tiles.lanes import groups, lanes, private, sync, wide
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
 
@@ -77,15 +77,12 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype, spec.state_v_first)
     per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
-    n, seq_len, H, HV, slots = T.dynamic("n, seq_len, H, HV, slots")
+    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
     o_strides = run_time_strides("o", "nth")
-    # Rows of one log lie side by side: with their distance known, a thread's accesses are one address and offsets to it.
-    u_strides = run_time_strides("u", "sh")
     base_strides = (*run_time_strides("base", "shv"), 1) if spec.state_v_first else run_time_strides("base", "shvk")
-    log_k_strides, d_strides = run_time_strides("lk", "sh"), run_time_strides("d", "sh")
     bias_strides, bonus_strides = run_time_strides("bias", "hk"), run_time_strides("bonus", "hk")
 
     @T.prim_func
@@ -101,10 +98,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
         base: T.StridedTensor((slots, HV, V, K), base_strides, spec.state_dtype),
-        log_k: T.StridedTensor((slots, HV, capacity, K), (*log_k_strides, K, 1), dtype),
-        log_u: T.StridedTensor((slots, HV, capacity, V), (*u_strides, V, 1), "float32"),
-        log_d: T.StridedTensor((slots, HV, capacity, D), (*d_strides, D, 1), "float32"),
-        cursor: T.Tensor((slots, HV, V // CURSOR_ROWS, 2), "int32"),
+        log_k: T.Tensor((rows, capacity, K), dtype),
+        log_u: T.Tensor((rows, capacity, V), "float32"),
+        log_d: T.Tensor((rows, capacity, D), "float32"),
+        cursor: T.Tensor((rows, V // CURSOR_ROWS, 2), "int32"),
         state_indices: T.Tensor((n,), "int32"),
         valid: T.Tensor((n,), "int32"),
         o: T.StridedTensor((n, seq_len, HV, V), (*o_strides, 1), dtype),
@@ -130,11 +127,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             if spec.state_v_first:
                 assume_multiples(base_strides, 8)
-            assume_multiples((*u_strides, 0), 8)
             assume_multiples(o_strides, 8)
-            assume_multiples((*log_k_strides, 0), 8)
-            if D > 1:
-                assume_multiples((*d_strides, 0), 8)
             where = T.alloc_local((4,), "int32")
             where[0] = T.truncdiv(block, tiles_v)
             where[1] = (block - where[0] * tiles_v) * block_v
@@ -167,7 +160,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 base_weight = t.shared((K,), "float32")
                 scaled = t.shared((2, K), "float32")
                 dots = t.shared((capacity, 2), "float32")
-                sums = t.shared((3,), "float32")
+                numbers = t.shared((3,), "float32")
+                strength = t.shared((1,), "float32")
                 values = t.shared((block_v,), "float32")
                 k_sums = private(t, threads, (tile.rows,), "float32")
                 q_sums = private(t, threads, (tile.rows,), "float32")
@@ -181,13 +175,13 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 folds = T.alloc_var("int32", init=0)
                 folded = T.alloc_var("int32", init=0)
                 changes = T.alloc_var("int32", init=0)
-                k_norm = T.alloc_var("float32", init=1.0)
-                q_norm = T.alloc_var("float32", init=1.0)
-                strength = T.alloc_var("float32", init=1.0)
                 first_copy = T.truncdiv(first_v, CURSOR_ROWS)
+                # In 64 bits: what follows from it is an address.
+                row = T.alloc_var("int64", init=0)
+                row = T.cast(slot, "int64") * HV + value_head
 
-                count = cursor[slot, value_head, first_copy, 0]
-                window = cursor[slot, value_head, first_copy, 1]
+                count = cursor[row, first_copy, 0]
+                window = cursor[row, first_copy, 1]
                 load_base(tile, held, base, slot, value_head, first_v)
                 count = T.max(0, T.min(capacity, count))
                 last = tokens
@@ -201,28 +195,22 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 # A fold that a token brings about stands at the head of the next turn, so that the program has only one.
                 for token in T.serial(last + 1):
                     if token == 0:
-                        stage(t, threads, keys, log_k, slot, value_head, 0, count, capacity, K, elements(dtype))
+                        stage(t, threads, keys, log_k, row, 0, count, capacity, K, elements(dtype))
                         if per_key:
-                            stage(t, threads, weighted, log_d, slot, value_head, 0, count, capacity, K, 4)
+                            stage(t, threads, weighted, log_d, row, 0, count, capacity, K, 4)
                         else:
                             for thread in lanes(t, threads):
                                 if thread < count:
-                                    entry_decay[thread, 0] = log_d[slot, value_head, thread, 0]
-                        stage(t, threads, writes, log_u, slot, value_head, first_v, count, capacity, block_v, 4)
+                                    entry_decay[thread, 0] = log_d[row, thread, 0]
+                        stage(t, threads, writes, log_u, row, first_v, count, capacity, block_v, 4)
                     if token < last:
                         publish_token(
                             t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias,
                             wide_gates, K, D, read_first,
                         )  # fmt: skip
-                        for x in lanes(t, threads):
-                            if x < block_v:
-                                values[x] = narrow_value[own(t, x), 0]
-                            if delta:
-                                strength = wide_strength[own(t, x), 0]
-                                if wide_gates == 0:
-                                    strength = narrow_value[own(t, x), 1]
-                        if delta:
-                            strength = write_strength(beta_form, strength)
+                        publish_value(
+                            t, threads, narrow_value, wide_strength, values, strength, beta_form, wide_gates, block_v, delta
+                        )
                     if token == 0:
                         staged(t)
                     sync(t)
@@ -256,14 +244,11 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                                 decay_log(t, threads, weighted, base_weight, decay, count, K, per_key)
                         scale_token(t, threads, scaled, now, base_weight, K)
                         sync(t)
-                        log_products(t, threads, weighted, now, dots, sums, bonus_row, count, K, delta, read_first)
+                        log_products(
+                            t, threads, weighted, now, dots, numbers, bonus_row, count, K, delta, read_first, scale, normalize
+                        )  # fmt: skip
                         read_base(tile, held, scaled, k_sums, q_sums, delta)
                         sync(t)
-                        k_norm = 1.0
-                        q_norm = 1.0
-                        if normalize != 0:
-                            k_norm = inverse_norm(sums[0])
-                            q_norm = inverse_norm(sums[1])
                         if ((may_fold != 0) & (count + 1 >= window)) | (count >= capacity):
                             folds = 1
                         for group in groups(t, threads, ROW_LANES):
@@ -274,20 +259,25 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                                     u[first + e] = values[first_row + first + e]
                             for r in T.unroll(tile.rows):
                                 if delta:
-                                    u[r] = strength * (u[r] - k_total[r] * k_norm)
-                                out[r] = scale * q_norm * (q_total[r] + sums[2] * k_norm * u[r])
+                                    u[r] = strength[0] * (u[r] - k_total[r] * numbers[0])
+                                out[r] = numbers[1] * (q_total[r] + numbers[2] * u[r])
                                 # The raw key goes into the log: its norm travels with the write.
-                                u[r] = u[r] * k_norm
+                                u[r] = u[r] * numbers[0]
+                            # A lane per row: neighbours in memory are stored by neighbours.
                             for lane in lanes(t, ROW_LANES):
-                                if lane == 0:
-                                    for first in list(range(0, tile.rows, 4)):
-                                        for e in wide(t, min(4, tile.rows)):
-                                            o[request, token, value_head, first_v + first_row + first + e] = out[first + e]
-                                        for e in wide(t, min(4, tile.rows)):
-                                            writes[count, first_row + first + e] = u[first + e]
-                                        if folds == 0:
-                                            for e in wide(t, min(4, tile.rows)):
-                                                log_u[slot, value_head, count, first_v + first_row + first + e] = u[first + e]
+                                if lane < tile.rows:
+                                    result = T.alloc_var(dtype, init=0)
+                                    write = T.alloc_var("float32", init=0.0)
+                                    result = out[0]
+                                    write = u[0]
+                                    for r in list(range(1, tile.rows)):
+                                        if lane == r:
+                                            result = out[r]
+                                            write = u[r]
+                                    o[request, token, value_head, first_v + first_row + lane] = result
+                                    writes[count, first_row + lane] = write
+                                    if folds == 0:
+                                        log_u[row, count, first_v + first_row + lane] = write
                         if read_first:
                             if (folds != 0) | (token + 1 < last):
                                 decay_log(t, threads, weighted, base_weight, decay, count, K, per_key)
@@ -297,10 +287,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                                 if c < K:
                                     weighted[count, c] = now[0, c]
                                     if (folds == 0) & (first_v == 0):
-                                        log_k[slot, value_head, count, c] = now[0, c]
+                                        log_k[row, count, c] = now[0, c]
                                 if c < D:
                                     if (folds == 0) & (first_v == 0):
-                                        log_d[slot, value_head, count, c] = decay[c]
+                                        log_d[row, count, c] = decay[c]
                         count = count + 1
                         changes = 1
                         if token + 1 < last:
@@ -315,7 +305,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                         if (folds != 0) | (token + 1 < last):
                             sync(t)
                 if changes != 0:
-                    store_cursor(t, threads, cursor, slot, value_head, first_copy, copies, count, window)
+                    store_cursor(t, threads, cursor, row, first_copy, copies, count, window)
                 for idle in T.serial(tokens - last):
                     for x in lanes(t, threads):
                         if x < block_v:

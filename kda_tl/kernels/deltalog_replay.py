@@ -11,7 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.kernels.tiles.gates import gate_rate, log_decay
+from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
 from kda_tl.kernels.tiles.lanes import group_sum, groups, lanes, own, private, wide
 from kda_tl.kernels.tiles.target import TileTarget
 
@@ -70,6 +70,11 @@ def elements(dtype: str) -> int:
     return ACCESS // (4 if dtype == "float32" else 2)
 
 
+def once_each(t: TileTarget, extent: Any) -> Any:
+    """A loop that stays one: unrolled it would take registers that its launch has not."""
+    return T.serial(extent) if t.is_cpu else T.unroll(extent, annotations={"pragma_unroll_factor": 1})
+
+
 @T.macro
 def load_base(tile, held, base, slot, value_head, first_v):
     for group in groups(tile.t, tile.threads, ROW_LANES):
@@ -83,8 +88,8 @@ def load_base(tile, held, base, slot, value_head, first_v):
 
 
 @T.macro
-def stage(t, threads, target, log, slot, value_head, first, count, capacity, width, size):
-    """target [.., width] <- elements first .. first + width of the first `count` entries of a log [slots, HV, capacity, ..].
+def stage(t, threads, target, log, row, first, count, capacity, width, size):
+    """target [.., width] <- elements first .. first + width of the first `count` entries of row `row` of a log.
 
     `size` of them are 16 bytes. On a GPU the copies are asynchronous, all of them at once: see `staged`.
     """
@@ -97,11 +102,11 @@ def stage(t, threads, target, log, slot, value_head, first, count, capacity, wid
                 c = (piece - j * pieces) * size
                 if t.is_cpu:
                     for e in T.serial(size):
-                        target[j, c + e] = log[slot, value_head, j, first + c + e]
+                        target[j, c + e] = log[row, j, first + c + e]
                 else:
                     T.ptx_cp_async(
                         T.access_ptr(target[j, c], "w", size),
-                        T.access_ptr(log[slot, value_head, j, first + c], "r", size),
+                        T.access_ptr(log[row, j, first + c], "r", size),
                         size,
                     )
 
@@ -145,16 +150,33 @@ def fetch_value(
     t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, token, value_head, first_v, wide_gates, block_v,
     delta,
 ):  # fmt: skip
-    """As fetch_token: a value in each of block_v threads, the write strength in all of them."""
+    """As fetch_token: a value in each of the last block_v threads, the write strength in the last one."""
     for thread in lanes(t, threads):
         mine = own(t, thread)
-        if thread < block_v:
-            narrow_value[mine, 0] = v[request, token, value_head, first_v + thread]
+        if thread >= threads - block_v:
+            narrow_value[mine, 0] = v[request, token, value_head, first_v + thread - (threads - block_v)]
         if delta:
-            if wide_gates != 0:
-                wide_strength[mine, 0] = beta_wide[request, token, value_head]
-            else:
-                narrow_value[mine, 1] = beta[request, token, value_head]
+            if thread == threads - 1:
+                if wide_gates != 0:
+                    wide_strength[mine, 0] = beta_wide[request, token, value_head]
+                else:
+                    narrow_value[mine, 1] = beta[request, token, value_head]
+
+
+@T.macro
+def publish_value(t, threads, narrow_value, wide_strength, values, strength, beta_form, wide_gates, block_v, delta):
+    """values [block_v], strength [1]: of the token that was fetched, in float32."""
+    for thread in lanes(t, threads):
+        mine = own(t, thread)
+        if thread >= threads - block_v:
+            values[thread - (threads - block_v)] = narrow_value[mine, 0]
+        if delta:
+            if thread == threads - 1:
+                x = T.alloc_var("float32", init=0.0)
+                x = wide_strength[mine, 0]
+                if wide_gates == 0:
+                    x = narrow_value[mine, 1]
+                strength[0] = write_strength(beta_form, x)
 
 
 @T.macro
@@ -239,8 +261,9 @@ def scale_token(t, threads, scaled, now, base_weight, K):
 
 
 @T.macro
-def log_products(t, threads, weighted, now, dots, sums, bonus, count, K, delta, read_first):
-    """dots [count, 2]: k_j w_j . k and k_j w_j . q, a warp per entry; sums [3]: k . k, q . q and q . k (q . (bonus k))."""
+def log_products(t, threads, weighted, now, dots, numbers, bonus, count, K, delta, read_first, scale, normalize):
+    """dots [count, 2]: k_j w_j . k and k_j w_j . q, a warp per entry. numbers [3], by one more warp: 1 / |k|, scale / |q| and
+    q . k / |k|, or q . (bonus k) / |k|; norms are 1 without `normalize`."""
     each = K // WARP
     warps = threads // WARP
     row = private(t, 1, (each,), "float32")
@@ -290,9 +313,15 @@ def log_products(t, threads, weighted, now, dots, sums, bonus, count, K, delta, 
                             dots[job, 0] = first
                             dots[job, 1] = second
                         else:
-                            sums[0] = first
-                            sums[1] = second
-                            sums[2] = third
+                            if normalize != 0:
+                                first = inverse_norm(first)
+                                second = inverse_norm(second)
+                            else:
+                                first = 1.0
+                                second = 1.0
+                            numbers[0] = first
+                            numbers[1] = scale * second
+                            numbers[2] = third * first
 
 
 @T.macro
@@ -366,7 +395,7 @@ def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_
     for group in groups(t, tile.threads, ROW_LANES):
         for lane in lanes(t, ROW_LANES):
             for part in T.unroll(tile.rows // tile.fold_rows):
-                for vector in T.unroll(tile.vectors):
+                for vector in once_each(t, tile.vectors):
                     first_row = group * tile.rows + part * tile.fold_rows
                     for r in T.unroll(tile.fold_rows):
                         for e in tile.across():
@@ -377,7 +406,7 @@ def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_
                     for r in T.unroll(tile.fold_rows):
                         for e in T.unroll(tile.width):
                             total[0, r, e] = T.cast(piece[0, r, e], "float32") * weight[0, e]
-                    for j in T.serial(count):
+                    for j in once_each(t, count):
                         for half in T.unroll(tile.width // 4):
                             for e in wide(t, 4):
                                 weight[0, half * 4 + e] = weighted[j, tile.key(vector, lane) + half * 4 + e]
@@ -407,9 +436,9 @@ def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_
 
 
 @T.macro
-def store_cursor(t, threads, cursor, slot, value_head, first_copy, copies, count, window):
+def store_cursor(t, threads, cursor, row, first_copy, copies, count, window):
     """The copies of the cursor that belong to this block's rows. A barrier must lie between this and the last read of them."""
     for thread in lanes(t, threads):
         if thread < copies:
-            cursor[slot, value_head, first_copy + thread, 0] = count
-            cursor[slot, value_head, first_copy + thread, 1] = window
+            cursor[row, first_copy + thread, 0] = count
+            cursor[row, first_copy + thread, 1] = window

@@ -20,6 +20,7 @@ from kda_tl.kernels.deltalog_replay import (
     load_base,
     log_products,
     publish_token,
+    publish_value,
     read_base,
     read_log,
     scale_token,
@@ -28,7 +29,6 @@ from kda_tl.kernels.deltalog_replay import (
     store_cursor,
     weigh_log,
 )
-from kda_tl.kernels.tiles.gates import inverse_norm, write_strength
 from kda_tl.kernels.tiles.lanes import groups, lanes, own, private, sync, wide
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
@@ -43,13 +43,11 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype)
     per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
-    n, seq_len, H, HV, slots = T.dynamic("n, seq_len, H, HV, slots")
+    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
     o_strides = run_time_strides("o", "nth")
-    # Rows of one log lie side by side: with their distance known, a thread's accesses are one address and offsets to it.
-    u_strides, log_k_strides, d_strides = (run_time_strides(name, "sh") for name in ("u", "lk", "d"))
     base_strides = run_time_strides("base", "shv")
     bias_strides, bonus_strides = run_time_strides("bias", "hk"), run_time_strides("bonus", "hk")
 
@@ -66,10 +64,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
         base: T.StridedTensor((slots, HV, V, K), (*base_strides, 1), spec.state_dtype),
-        log_k: T.StridedTensor((slots, HV, capacity, K), (*log_k_strides, K, 1), dtype),
-        log_u: T.StridedTensor((slots, HV, capacity, V), (*u_strides, V, 1), "float32"),
-        log_d: T.StridedTensor((slots, HV, capacity, D), (*d_strides, D, 1), "float32"),
-        cursor: T.Tensor((slots, HV, V // CURSOR_ROWS, 2), "int32"),
+        log_k: T.Tensor((rows, capacity, K), dtype),
+        log_u: T.Tensor((rows, capacity, V), "float32"),
+        log_d: T.Tensor((rows, capacity, D), "float32"),
+        cursor: T.Tensor((rows, V // CURSOR_ROWS, 2), "int32"),
         state_indices: T.Tensor((n,), "int32"),
         valid: T.Tensor((n,), "int32"),
         o: T.StridedTensor((n, seq_len, HV, V), (*o_strides, 1), dtype),
@@ -89,11 +87,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             assume_multiples(base_strides, 8)
-            assume_multiples((*u_strides, 0), 8)
             assume_multiples(o_strides, 8)
-            assume_multiples((*log_k_strides, 0), 8)
-            if per_key:
-                assume_multiples((*d_strides, 0), 8)
             where = T.alloc_local((4,), "int32")
             where[0] = T.truncdiv(block, tiles_v)
             where[1] = (block - where[0] * tiles_v) * block_v
@@ -105,15 +99,6 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
             wide_row = private(t, threads, (-(-K // threads), 4), "float32")
             narrow_value = private(t, threads, (2,), dtype)
             wide_strength = private(t, threads, (1,), "float32")
-            # The token's loads are on their way before the slot is known.
-            fetch_token(
-                t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head, gate_form,
-                has_dt_bias, wide_gates, K, D, read_first,
-            )  # fmt: skip
-            fetch_value(
-                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
-                block_v, delta,
-            )  # fmt: skip
             live = T.alloc_var("int32", init=0)
             live = 0
             if (slot >= 0) & (slot < slots) & (slot != null_index):
@@ -133,8 +118,11 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 base_weight = t.shared((K,), "float32")
                 scaled = t.shared((2, K), "float32")
                 dots = t.shared((capacity, 2), "float32")
-                sums = t.shared((3,), "float32")
+                numbers = t.shared((3,), "float32")
+                strength = t.shared((1,), "float32")
                 values = t.shared((block_v,), "float32")
+                # Read back at the end, so that no address of what is written there is kept in registers until then.
+                place = t.shared((1,), "int32")
                 k_sums = private(t, threads, (tile.rows,), "float32")
                 q_sums = private(t, threads, (tile.rows,), "float32")
                 k_total = T.alloc_local((tile.rows,), "float32")
@@ -144,36 +132,41 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 count = T.alloc_var("int32", init=0)
                 window = T.alloc_var("int32", init=0)
                 folds = T.alloc_var("int32", init=0)
-                k_norm = T.alloc_var("float32", init=1.0)
-                q_norm = T.alloc_var("float32", init=1.0)
-                strength = T.alloc_var("float32", init=1.0)
                 first_copy = T.truncdiv(first_v, CURSOR_ROWS)
+                # In 64 bits: what follows from it is an address.
+                row = T.alloc_var("int64", init=0)
+                row = T.cast(slot, "int64") * HV + value_head
 
-                count = cursor[slot, value_head, first_copy, 0]
-                window = cursor[slot, value_head, first_copy, 1]
+                # Any of the block's copies. Read by number of the thread, they are not known to be the same to the compiler,
+                # which would wait for a number of the whole block before it issues the loads that follow.
+                for thread in lanes(t, threads):
+                    count = cursor[row, first_copy + thread % copies, 0]
+                    window = cursor[row, first_copy + thread % copies, 1]
+                    if thread == 0:
+                        place[0] = slot
                 load_base(tile, held, base, slot, value_head, first_v)
+                fetch_token(
+                    t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head,
+                    gate_form, has_dt_bias, wide_gates, K, D, read_first,
+                )  # fmt: skip
+                fetch_value(
+                    t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
+                    block_v, delta,
+                )  # fmt: skip
                 count = T.max(0, T.min(capacity, count))
-                stage(t, threads, keys, log_k, slot, value_head, 0, count, capacity, K, elements(dtype))
+                stage(t, threads, keys, log_k, row, 0, count, capacity, K, elements(dtype))
                 if per_key:
-                    stage(t, threads, weighted, log_d, slot, value_head, 0, count, capacity, K, 4)
+                    stage(t, threads, weighted, log_d, row, 0, count, capacity, K, 4)
                 else:
                     for thread in lanes(t, threads):
                         if thread < count:
-                            entry_decay[thread, 0] = log_d[slot, value_head, thread, 0]
-                stage(t, threads, writes, log_u, slot, value_head, first_v, count, capacity, block_v, 4)
+                            entry_decay[thread, 0] = log_d[row, thread, 0]
+                stage(t, threads, writes, log_u, row, first_v, count, capacity, block_v, 4)
                 publish_token(
                     t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias, wide_gates, K, D,
                     read_first,
                 )  # fmt: skip
-                for x in lanes(t, threads):
-                    if x < block_v:
-                        values[x] = narrow_value[own(t, x), 0]
-                    if delta:
-                        strength = wide_strength[own(t, x), 0]
-                        if wide_gates == 0:
-                            strength = narrow_value[own(t, x), 1]
-                if delta:
-                    strength = write_strength(beta_form, strength)
+                publish_value(t, threads, narrow_value, wide_strength, values, strength, beta_form, wide_gates, block_v, delta)
                 folds = 0
                 if (count + 1 >= window) | (count >= capacity):
                     folds = 1
@@ -182,14 +175,15 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 weigh_log(t, threads, weighted, keys, entry_decay, base_weight, decay, not read_first, count, K, per_key)
                 scale_token(t, threads, scaled, now, base_weight, K)
                 sync(t)
-                log_products(t, threads, weighted, now, dots, sums, bonus_row, count, K, delta, read_first)
+                log_products(
+                    t, threads, weighted, now, dots, numbers, bonus_row, count, K, delta, read_first, scale, normalize
+                )  # fmt: skip
                 read_base(tile, held, scaled, k_sums, q_sums, delta)
                 sync(t)
-                k_norm = 1.0
-                q_norm = 1.0
-                if normalize != 0:
-                    k_norm = inverse_norm(sums[0])
-                    q_norm = inverse_norm(sums[1])
+                out_slot = T.alloc_var("int32", init=0)
+                out_row = T.alloc_var("int64", init=0)
+                out_slot = place[0]
+                out_row = T.cast(out_slot, "int64") * HV + value_head
                 for group in groups(t, threads, ROW_LANES):
                     read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total, delta)
                     mine = own(t, group)
@@ -199,21 +193,27 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                             u[mine, first + e] = values[first_row + first + e]
                     for r in T.unroll(tile.rows):
                         if delta:
-                            u[mine, r] = strength * (u[mine, r] - k_total[r] * k_norm)
-                        out[r] = scale * q_norm * (q_total[r] + sums[2] * k_norm * u[mine, r])
+                            u[mine, r] = strength[0] * (u[mine, r] - k_total[r] * numbers[0])
+                        out[r] = numbers[1] * (q_total[r] + numbers[2] * u[mine, r])
                         # The raw key goes into the log: its norm travels with the write.
-                        u[mine, r] = u[mine, r] * k_norm
+                        u[mine, r] = u[mine, r] * numbers[0]
+                    # A lane per row: neighbours in memory are stored by neighbours.
                     for lane in lanes(t, ROW_LANES):
-                        if lane == 0:
-                            for first in list(range(0, tile.rows, 4)):
-                                for e in wide(t, min(4, tile.rows)):
-                                    o[request, 0, value_head, first_v + first_row + first + e] = out[first + e]
-                                if folds == 0:
-                                    for e in wide(t, min(4, tile.rows)):
-                                        log_u[slot, value_head, count, first_v + first_row + first + e] = u[mine, first + e]
+                        if lane < tile.rows:
+                            result = T.alloc_var(dtype, init=0)
+                            write = T.alloc_var("float32", init=0.0)
+                            result = out[0]
+                            write = u[mine, 0]
+                            for r in list(range(1, tile.rows)):
+                                if lane == r:
+                                    result = out[r]
+                                    write = u[mine, r]
+                            o[request, 0, value_head, first_v + first_row + lane] = result
+                            if folds == 0:
+                                log_u[out_row, count, first_v + first_row + lane] = write
                 if folds != 0:
                     fold_log(
-                        tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, (u, now, decay), D,
+                        tile, base, weighted, base_weight, writes, out_slot, value_head, first_v, count, (u, now, decay), D,
                         read_first,
                     )  # fmt: skip
                     count = -1
@@ -224,10 +224,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                             for thread in lanes(t, threads):
                                 c = step * threads + thread
                                 if c < K:
-                                    log_k[slot, value_head, count, c] = now[0, c]
+                                    log_k[out_row, count, c] = now[0, c]
                                 if c < D:
-                                    log_d[slot, value_head, count, c] = decay[c]
-                store_cursor(t, threads, cursor, slot, value_head, first_copy, copies, count + 1, window)
+                                    log_d[out_row, count, c] = decay[c]
+                store_cursor(t, threads, cursor, out_row, first_copy, copies, count + 1, window)
             else:
                 for x in lanes(t, threads):
                     if x < block_v:
