@@ -98,6 +98,8 @@ def step_bytes(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int
     decay = K if rule != "gdn" else 1
     entry = 2 * K + 4 * V + 4 * decay
     base = K * V * state_dtype.itemsize * (1 + 1 / merge_every)
+    if state_dtype == torch.bfloat16:
+        base += 2 * K * V / 2 / merge_every  # the low bits, read and written by folds
     log = entry * (merge_every - 1) / 2 + entry * (merge_every - 1) / merge_every
     inputs = 2 * (2 * K * HEADS[rule] / HV + V + decay + V)
     return batch * HV * (base + log + inputs)

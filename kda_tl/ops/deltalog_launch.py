@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache
+from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
 
@@ -50,7 +51,10 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
-    staged = base if str(base.dtype) == f"torch.{cache.spec.state_dtype}" else base.float()
+    if str(base.dtype) == f"torch.{cache.spec.state_dtype}":
+        staged = base
+    else:
+        staged = join(base, cache.base_low) if base.dtype == torch.bfloat16 else base.float()
     device, dtype = cache.device, cache.dtype
     q, k, v = (_rows(_plain(tensor).to(dtype)) for tensor in (call.q, call.k, call.v))
     g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
@@ -69,8 +73,11 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
     indices = narrowed(call.state_indices).contiguous()
     valid = indices if call.valid is None else narrowed(call.valid).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
-    pool = (cache.log_k, cache.log_u, cache.log_decay, cache.cursor, indices, valid)
-    by_row = (*(tensor.flatten(0, 1) for tensor in pool[:4]), indices, valid)
+    # Programs know a slot and a head as one row.
+    log_k, log_u, log_decay, cursor = (x.flatten(0, 1) for x in (cache.log_k, cache.log_u, cache.log_decay, cache.cursor))
+    has_low = cache.base_low.numel() > 0
+    low = cache.base_low.flatten(0, 1) if has_low else cache.base_low.new_empty((1, cache.V, K // PER_WORD))
+    pool = (low, log_k, log_u, log_decay, cursor, indices, valid)
     numbers = (
         call.scale, call.lower_bound, int(call.gate_form), int(call.beta_form), int(call.dt_bias is not None),
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
@@ -81,22 +88,27 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
         # Both are there before the first one runs: it writes into the log.
         prepare, append = (dispatcher.kernel(needed, cache.arch, device) for needed in (spec.prep_spec, spec))
         prepare(
-            q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, cache.log_k, cache.log_decay, cache.cursor,
-            indices, valid, prepared, *numbers[1:],
+            q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, log_k, log_decay, cursor, indices,
+            valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
     elif tokens == 1 and not verify and cache.spec.state_v_first:
         step = dispatcher.kernel(dataclasses.replace(cache.spec, one_token=True), cache.arch, device)
-        step(*tensors, staged, *by_row, call.o, *numbers, cache.merge_every)
+        step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
         kernel = dispatcher.kernel(cache.spec, cache.arch, device)
         if verify:
-            kernel(*tensors, staged, *by_row, call.o, *numbers, 0, cache.merge_every, 0, tokens)
-        kernel(*tensors, staged, *by_row, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
+            kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
+        kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
     if staged is base:
         mark_written(base)
     else:
-        base.copy_(staged)
+        if base.dtype == torch.bfloat16:
+            upper, lower = split(staged)
+            base.copy_(upper)
+            cache.base_low.copy_(lower)
+        else:
+            base.copy_(staged)
 
 
 def _absent(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
