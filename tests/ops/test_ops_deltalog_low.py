@@ -38,10 +38,11 @@ def test_a_pair_is_the_nearest_and_stands_for_itself() -> None:
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("rule", OPS)
 def test_a_bfloat16_base_does_not_gather_its_roundings(rule: str) -> None:
-    walk = Walk(rule, state_dtype=torch.bfloat16, slots=1, HV=1, gate="weak", merge_every=4, seed=1)
+    walk = Walk(rule, state_dtype=torch.bfloat16, slots=1, HV=1, gate="weak", merge_every=1, seed=1)
     walk.write([0])
-    for _ in range(600):
+    for _ in range(200):
         walk.decode([0])
     hold(walk)
-    assert walk.errors["state"] < 1e-3  # a base of its own has gathered 5e-3 by then
+    assert walk.errors["state"] < 2e-3  # a 16th of what folds that round to bfloat16 alone gather by then
+    walk.cache.flush()
     assert relative_error(walk.cache.base.float().transpose(-1, -2), walk.cache.read_state().double()) < 1e-2
