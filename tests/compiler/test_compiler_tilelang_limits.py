@@ -38,7 +38,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Source:
     return body
 
 
-# chunk_scan_warp_specialized: a cluster has barriers for arrivals from other blocks, which bring the cluster_sync.
+# A cluster of chunk_scan's V tiles had barriers for arrivals from other blocks, which bring the cluster_sync.
 def test_a_multicast_may_meet_a_barrier_that_is_not_there_yet(programs: Any, source: Source) -> None:
     lonely, released = source(programs.multicast("ordinary")), source(programs.multicast("released"))
     for text in (lonely, released):  # every block expects the bytes, which come from the first one
@@ -50,7 +50,7 @@ def test_a_multicast_may_meet_a_barrier_that_is_not_there_yet(programs: Any, sou
     assert "cluster" not in released.split(".wait(0)")[1]
 
 
-# chunk_scan_warp_specialized: ordinary barriers count the bytes; those of a cluster only count arrivals.
+# There, ordinary barriers counted the bytes; those of the cluster only counted arrivals.
 def test_a_cluster_barrier_expects_bytes_in_the_first_block_alone(programs: Any, source: Source) -> None:
     text = source(programs.multicast("cluster"))
     (bytes_expected,) = re.findall(r"expect_transaction\((\d+)\)", text)
@@ -58,7 +58,7 @@ def test_a_cluster_barrier_expects_bytes_in_the_first_block_alone(programs: Any,
     assert re.search(r"block_rank_in_cluster\(\) == 0\) \{\s*full\[0\].expect_transaction", text)
 
 
-# chunk_scan_warp_specialized: the first block of a cluster loads for all, instead of every block a part.
+# There, the first block of a cluster loaded for all, instead of every block a part.
 def test_only_the_first_block_of_the_mask_can_multicast(programs: Any, source: Source) -> None:
     text = source(programs.multicast("one caller"))  # the second one
     assert "expect_transaction" in text.split("block_rank_in_cluster() == 1")[1]
@@ -76,7 +76,7 @@ def test_a_pair_changed_by_a_function_is_read_from_before(programs: Any, source:
     assert f"exp2f({pair}.x)" in wrong and re.search(rf"= \({pair}\.x\*v_", wrong)  # 3 y rather than 3 exp2(y)
 
 
-# tiles.triangular_inverse: every loop has as many iterations as the block has threads, or a multiple.
+# chunk_wy: the barriers are its own.
 def test_a_loop_for_some_threads_leaves_the_next_one_without_a_barrier(programs: Any, source: Source) -> None:
     text = source(programs.written_by_some(64))
     assert "__sync_thread_partial(3, 64)" in text and "__syncthreads" not in text
@@ -84,7 +84,7 @@ def test_a_loop_for_some_threads_leaves_the_next_one_without_a_barrier(programs:
     assert "tile[" not in after.split("y[")[0] and loop.count("__syncthreads") == 1
 
 
-# tiles.triangular_inverse: blocks of 16 rows are inverted and multiplied on the ordinary units.
+# tiles.triangular_inverse: warps multiply tiles of 16 x 8 by mma, each on its own.
 def test_a_block_cannot_share_out_a_product_of_16_rows(programs: Any, source: Source) -> None:
     for arch in ("sm_80", "sm_90"):
         with pytest.raises(BuildError, match="No valid warp partition"):

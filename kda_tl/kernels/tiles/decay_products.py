@@ -152,10 +152,8 @@ def store_level_products(t, o, qk, kk, chunk_size, h):
     """Scatters a level's product (k rows over q rows) to the pairs it stands for."""
     half = chunk_size // 2
     if o.core:
-        # wgmma's accumulator: a warp has 16 rows; a thread, in two of them, two columns of every eight. In variables, because
-        # the compiler's simplifier drops a branch on side where it can look into the expressions.
+        # wgmma's accumulator: a warp has 16 rows; a thread, in two of them, two columns of every eight.
         thread = T.get_thread_binding()
-        side, first_row, first_pair = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
         side = thread % WARPGROUP // 32 * 16 // half
         first_row = thread % WARPGROUP // 32 * 16 % half + thread % 32 // 4
         first_pair = thread // WARPGROUP * (half * WARPGROUP // o.threads // 2) + thread % 4
