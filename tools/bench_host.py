@@ -23,14 +23,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-import tvm_ffi  # noqa: E402
+import torch
+import tvm_ffi
 
-import kda_tl  # noqa: E402
-from kda_tl.ops import prefill, prefill_decision  # noqa: E402
-from kda_tl.ops.prefill_kernels import Workspace  # noqa: E402
-from kda_tl.runtime import dispatcher  # noqa: E402
+import kda_tl
+from kda_tl.ops import decode, decode_checks, decode_launch, prefill, prefill_decision
+from kda_tl.ops.prefill_kernels import Workspace
+from kda_tl.runtime import dispatcher
 
+PREFILL = (kda_tl.chunk_kda,)
 PARTS = ("call", "arguments", "recognise", "allocate", "kernels", "rest")
 
 
@@ -102,11 +103,16 @@ def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
     row = {"call": microseconds(lambda: op(**x), device)}
     if hasattr(op, "arguments"):
         a = op.arguments(**x)
-        d = prefill.decided(op.op, a)
-        sizes = (d.problem.slots, d.problem.HV, d.wy.head_dim_k, d.operand_dtype, True, device)
         row["arguments"] = microseconds(lambda: op.arguments(**x), device)
-        row["recognise"] = microseconds(lambda: prefill_decision.known(prefill_decision.key_of(op.op, a)), device)
-        row["allocate"] = microseconds(lambda: (prefill.allocate(d.problem, a, d.pooled), Workspace.empty(*sizes)), device)
+        if op in PREFILL:
+            d = prefill.decided(op.op, a)
+            sizes = (d.problem.slots, d.problem.HV, d.wy.head_dim_k, d.operand_dtype, True, device)
+            row["recognise"] = microseconds(lambda: prefill_decision.known(prefill_decision.key_of(op.op, a)), device)
+            row["allocate"] = microseconds(lambda: (prefill.allocate(d.problem, a, d.pooled), Workspace.empty(*sizes)), device)
+        else:
+            p = decode_checks.check(op.op, a)
+            row["recognise"] = microseconds(lambda: decode.known(decode.key_of(op.op, a)), device)
+            row["allocate"] = microseconds(lambda: decode_launch.allocate(p, a, a.v.dtype), device)
     row["kernels"] = microseconds(lambda: [kernel(*arguments) for kernel, arguments in launched], device)
     row["rest"] = row["call"] - sum(value for name, value in row.items() if name != "call")
     dispatcher.kernel = find

@@ -23,6 +23,7 @@ LAYOUTS = {
     "r": "B T H K",
     "w": "B T HV K",
     "g": "B T HV K",
+    "gk": "B T HV K",
     "beta": "B T HV",
     "u": "H K",
 }
@@ -87,7 +88,7 @@ def example_inputs(
             raise ValueError(f"the shape of {name} does not follow from its name: give one, e.g. {name}=1,64,2,128")
         else:
             continue
-        kind = torch.float32 if name in ("g", "w", "beta", "u") else _dtype(name, dtype)
+        kind = torch.float32 if name in ("g", "gk", "w", "beta", "u") else _dtype(name, dtype)
         inputs[name] = torch.zeros(shape if real else (), dtype=kind, device=device).expand(shape)
     if lengths is not None:
         if "cu_seqlens" not in parameters:

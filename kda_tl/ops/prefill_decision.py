@@ -17,21 +17,19 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import host_offsets
 from kda_tl.ops.intracard import SplitInfo, Work, device_of, multiprocessors, plan_split
+from kda_tl.ops.known import Known, offsets_known, traits
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting
+from kda_tl.runtime.environment import check_setting, registry_setting
+from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, ships
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
 
-__all__ = ["PLAIN_TENSORS", "Decision", "Scan", "as_they_are", "decide", "intracard_specs_of", "key_of", "known", "remember"]
-
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-MOST_KNOWN = 1024
-"""Decisions that are kept; of more, the oldest go."""
+__all__ = ["Decision", "Scan", "as_they_are", "decide", "intracard_specs_of", "key_of", "known", "remember"]
 
 
 class Scan(NamedTuple):
@@ -106,7 +104,7 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
 
 # -- what is kept --------------------------------------------------------------------------------------------------------
 
-_known: dict[object, Decision] = {}
+_known: Known[Decision] = Known()
 
 
 def key_of(op: Op, a: Arguments) -> object:
@@ -116,44 +114,24 @@ def key_of(op: Op, a: Arguments) -> object:
     """
     if check_setting() is not None:
         return None
-    grad = torch.is_grad_enabled()
-    (q, k, v, g, beta, bonus, A_log, dt_bias, initial_state, has_initial_state, cu_seqlens, cu_seqlens_cpu, scale, lower_bound,
-     *options, segments, state_indices, null_index) = a  # fmt: skip
-    key: list[object] = [
-        op.name, scale, lower_bound, segments, null_index, type(scale), type(lower_bound), type(segments), type(null_index),
-    ]  # fmt: skip
-    try:
-        for x in (q, k, v, g, beta, bonus, A_log, dt_bias, initial_state, has_initial_state, cu_seqlens, state_indices):
-            if x is None:
-                key.append(None)
-                continue
-            if (type(x) is not Tensor and type(x) not in PLAIN_TENSORS) or (grad and x.requires_grad):
-                return None
-            key += (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() & 15)
-        key.append(dispatcher.device_arch(q.device))
-        key += options
-        if cu_seqlens_cpu is not None:
-            if type(cu_seqlens_cpu) is not Tensor:
-                return None
-            key += (cu_seqlens_cpu.dtype, cu_seqlens_cpu.device, *cu_seqlens_cpu.tolist())
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-            key += ("cu_seqlens", *cu_seqlens.tolist())
-    except Exception:  # what no plain tensor raises: the checks will name it
+    key: list[object] = [op.name]
+    if a.q is None or not traits(key, (*a[:12], a.state_indices)):
         return None
+    scale, lower_bound, segments, null_index = a.scale, a.lower_bound, a.intracard_segments, a.null_index
+    key += a[14:21]
+    try:
+        key += (
+            scale, lower_bound, segments, null_index, type(scale), type(lower_bound), type(segments), type(null_index),
+            dispatcher.device_arch(a.q.device), registry_setting(),
+        )  # fmt: skip
+    except UnsupportedDevice:
+        return None
+    if a.cu_seqlens is not None or a.cu_seqlens_cpu is not None:
+        return tuple(key) if offsets_known(key, a.cu_seqlens, a.cu_seqlens_cpu) else None
     return tuple(key)
 
 
-def known(key: object) -> Decision | None:
-    try:
-        return _known.get(key)
-    except TypeError:  # an option that cannot be hashed is none that passes the checks
-        return None
-
-
-def remember(key: object, decision: Decision) -> None:
-    while len(_known) >= MOST_KNOWN:
-        _known.pop(next(iter(_known)), None)
-    _known[key] = decision
+known, remember = _known.get, _known.put
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------

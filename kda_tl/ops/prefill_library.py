@@ -19,10 +19,11 @@ from kda_tl.ops import gradients
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import host_offsets
 from kda_tl.ops.context import Turn, context_place, has_context
+from kda_tl.ops.known import any_mode, is_plain
 from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
-from kda_tl.ops.prefill_decision import PLAIN_TENSORS, key_of, known, remember
+from kda_tl.ops.prefill_decision import key_of, known, remember
 from kda_tl.runtime.ranges import annotate
 
 __all__ = ["public", "register", "run"]
@@ -81,13 +82,13 @@ def run(op: Op, a: Arguments) -> Any:
     An eager call on plain tensors goes straight to the kernels, and without a check or a plan where an equal one has gone
     before; everything else (a compiler, a gradient, a mode, a subclass) through torch's dispatcher, where the op is registered.
     """
-    traced = torch.compiler.is_compiling() or _any_mode()
+    traced = torch.compiler.is_compiling() or any_mode()
     key = None if traced else key_of(op, a)
     decision = None if key is None else known(key)
     if decision is None:
         check_options(op, a)
         check_types(op, a)
-        if traced or _through_dispatcher(a):
+        if traced or not is_plain((*a[:12], a.state_indices)):
             return _results(a, *_call(op, a))
         decision = decided(op, a)
         if key is not None:
@@ -105,18 +106,6 @@ def _results(a: Arguments, o: Tensor, final: Tensor | None, states: Tensor | Non
         final = a.initial_state
     found = (o, final if a.output_final_state else None)
     return (*found, states) if a.return_intermediate_states else found
-
-
-def _any_mode() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _through_dispatcher(a: Arguments) -> bool:
-    grad = torch.is_grad_enabled()
-    for tensor in (*a[:12], a.state_indices):
-        if tensor is not None and (type(tensor) not in PLAIN_TENSORS or (grad and tensor.requires_grad)):
-            return True
-    return False
 
 
 def _without_spare(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, states: Tensor) -> Tensor:
