@@ -31,7 +31,7 @@ from kda_tl.ops import decode, decode_checks, decode_launch, prefill, prefill_de
 from kda_tl.ops.prefill_kernels import Workspace
 from kda_tl.runtime import dispatcher
 
-PREFILL = (kda_tl.chunk_kda,)
+PREFILL, DECODE = (kda_tl.chunk_kda,), (kda_tl.recurrent_kda,)
 PARTS = ("call", "arguments", "recognise", "allocate", "kernels", "rest")
 
 
@@ -78,9 +78,8 @@ def cases(device: torch.device) -> dict[str, tuple[Any, dict[str, Any]]]:
             tokens(3, 1) | {"initial_state": pool, "state_indices": slots, "state_v_first": True, "inplace": True},
         ),
     }  # fmt: skip
-    if device.type == "cuda":  # on the cpu a cache is one of the cpu's own kernels
-        cache = kda_tl.DeltaLogCache(8, heads, device=device)
-        found["deltalog_decode_kda"] = (kda_tl.deltalog_decode_kda, tokens(3, 1) | {"cache": cache, "state_indices": slots})
+    cache = kda_tl.DeltaLogCache(8, heads, device=device)
+    found["deltalog_decode_kda"] = (kda_tl.deltalog_decode_kda, tokens(3, 1) | {"cache": cache, "state_indices": slots})
     return found
 
 
@@ -109,7 +108,7 @@ def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
             sizes = (d.problem.slots, d.problem.HV, d.wy.head_dim_k, d.operand_dtype, True, device)
             row["recognise"] = microseconds(lambda: prefill_decision.known(prefill_decision.key_of(op.op, a)), device)
             row["allocate"] = microseconds(lambda: (prefill.allocate(d.problem, a, d.pooled), Workspace.empty(*sizes)), device)
-        else:
+        elif op in DECODE:
             p = decode_checks.check(op.op, a)
             row["recognise"] = microseconds(lambda: decode.known(decode.key_of(op.op, a)), device)
             row["allocate"] = microseconds(lambda: decode_launch.allocate(p, a, a.v.dtype), device)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.checks import mark_written, narrowed
-from kda_tl.ops.deltalog_cache import DeltaLogCache
+from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
+from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
 
-__all__ = ["Call", "launch", "prep_size"]
+__all__ = ["Call", "launch", "launches", "prep_size"]
 
 NO_SLOT = -1  # out of range, and so padding already
 
@@ -46,7 +48,22 @@ def prep_size(K: int, capacity: int) -> int:
     return 4 * K + 2 * (capacity + 1) + 4
 
 
-def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
+def in_two(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> bool:
+    """Whether ReplayPrep goes first."""
+    return cache.launches == 2 and tokens == 1 and not verify
+
+
+def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) -> tuple[Launch, ...]:
+    """What `launch` launches for n requests, in order."""
+    heads = f"{counted(n, 'request')} x {counted(cache.HV, 'head')}"
+    if in_two(cache, tokens, verify):
+        spec = dataclasses.replace(cache.spec, prepared=True)
+        return Launch(spec.prep_spec, heads), Launch(spec, f"{heads} x V tiles")
+    step = Launch(cache.spec, f"{heads} x V tiles")
+    return (step, step) if verify else (step,)
+
+
+def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
     """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
@@ -74,7 +91,7 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
         call.scale, call.lower_bound, int(call.gate_form), int(call.beta_form), int(call.dt_bias is not None),
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
     )  # fmt: skip
-    if cache.launches == 2 and tokens == 1 and not verify:
+    if in_two(cache, tokens, verify):
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
         # Both are there before the first one runs: it writes into the log.
@@ -95,8 +112,9 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
         base.copy_(staged)
 
 
+@functools.lru_cache(maxsize=256)
 def _absent(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Stands for a tensor that no one reads."""
+    """Stands for a tensor that no one reads, and so may outlive any memory pool."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
