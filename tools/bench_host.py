@@ -3,18 +3,21 @@
     python tools/bench_host.py [--device cuda|cpu] [--out FILE]
 
 On a GPU, with `kda-tl build` artifacts: the calls as they are, at sizes so small that the host is what takes long. On the cpu
-calls are planned as for sm_90, and an empty tvm-ffi function stands for every kernel: all but the driver's part is measured.
+calls are planned as for sm_90, and an empty tvm-ffi function stands for every kernel: all but the driver's part is measured. It
+needs a C++ compiler there, for the native part of a launch.
 
-Columns: the whole call; its arguments bound; what recognises a call that was planned before; results and workspaces allocated;
-the kernels called with the arguments that the op gave them; and what is left. Medians of several runs.
+Columns: the whole call; its arguments bound; what recognises a call that was planned before; results allocated; the kernels
+called as the op calls them, workspace included; and what is left. Medians of several runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,8 +30,8 @@ import torch
 import tvm_ffi
 
 import kda_tl
-from kda_tl.ops import decode, decode_checks, decode_launch, prefill, prefill_decision
-from kda_tl.ops.prefill_kernels import Workspace
+from kda_tl.compiler.support import compile_helper
+from kda_tl.ops import decode, decode_checks, decode_launch, prefill, prefill_decision, prefill_launch
 from kda_tl.runtime import dispatcher
 
 PREFILL, DECODE = (kda_tl.chunk_kda,), (kda_tl.recurrent_kda,)
@@ -83,6 +86,12 @@ def cases(device: torch.device) -> dict[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
+def tensors_of(d: Any, a: Any) -> tuple[Any, ...]:
+    """What a fused call is handed, with results of an earlier one."""
+    o, final = prefill.allocate(d.problem, a, d.pooled)
+    return (*prefill_launch._inputs(d, a), o, a.initial_state, final, None)
+
+
 def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
     launched: list[tuple[Any, tuple[Any, ...]]] = []
     find = dispatcher.kernel
@@ -104,15 +113,19 @@ def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
         a = op.arguments(**x)
         row["arguments"] = microseconds(lambda: op.arguments(**x), device)
         if op in PREFILL:
-            d = prefill.decided(op.op, a)
-            sizes = (d.problem.slots, d.problem.HV, d.wy.head_dim_k, d.operand_dtype, True, device)
+            d = prefill_decision.known(prefill_decision.key_of(op.op, a))
+            assert d is not None
+            if d.fused is not None:
+                row["kernels"] = microseconds(lambda: d.fused(device, *tensors_of(d, a)), device)
+                row["kernels"] -= microseconds(lambda: tensors_of(d, a), device)
             row["recognise"] = microseconds(lambda: prefill_decision.known(prefill_decision.key_of(op.op, a)), device)
-            row["allocate"] = microseconds(lambda: (prefill.allocate(d.problem, a, d.pooled), Workspace.empty(*sizes)), device)
+            row["allocate"] = microseconds(lambda: prefill.allocate(d.problem, a, d.pooled), device)
         elif op in DECODE:
             p = decode_checks.check(op.op, a)
             row["recognise"] = microseconds(lambda: decode.known(decode.key_of(op.op, a)), device)
             row["allocate"] = microseconds(lambda: decode_launch.allocate(p, a, a.v.dtype), device)
-    row["kernels"] = microseconds(lambda: [kernel(*arguments) for kernel, arguments in launched], device)
+    if "kernels" not in row:
+        row["kernels"] = microseconds(lambda: [kernel(*arguments) for kernel, arguments in launched], device)
     row["rest"] = row["call"] - sum(value for name, value in row.items() if name != "call")
     dispatcher.kernel = find
     return row
@@ -127,6 +140,11 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            helper = Path(folder) / "helper.so"
+            helper.write_bytes(compile_helper())
+            ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)
     torch.set_num_threads(1)
     alone = microseconds(lambda: torch.empty((1, 64, 4, 128), dtype=torch.bfloat16, device=device), device)
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}: torch.empty takes {alone:.2f} microseconds")

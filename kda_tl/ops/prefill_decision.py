@@ -23,6 +23,7 @@ from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import check_setting, registry_setting
 from kda_tl.runtime.errors import UnsupportedDevice
+from kda_tl.runtime.fused import Fused
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, ships
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -42,9 +43,9 @@ class Scan(NamedTuple):
     merge: IntracardMergeSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
-    """Of a call, all but its tensors.
+    """Of a call, all but its tensors. Nothing but how it is launched changes after it was made.
 
     Attributes:
         split: how sequences are cut.
@@ -52,6 +53,8 @@ class Decision:
         state_dtype: of states as chunk_scan reads and writes them.
         as_is: of q, k, v, g and beta: the kernels read the caller's memory; else a copy.
         padding: columns that K lacks to that of the kernels.
+        whole_v: one scan has all columns of V.
+        fused, to_fuse: the launches as one native call, and whether the next call shall make it.
     """
 
     problem: Problem
@@ -69,6 +72,10 @@ class Decision:
     gate: GateForm
     beta: BetaForm
     null_index: int
+    normalize: bool
+    whole_v: bool
+    fused: Fused | None = None
+    to_fuse: bool = False
 
 
 NOTHING_GIVEN = (False,) * 5
@@ -99,6 +106,8 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
         scale=problem.K**-0.5 if a is None or a.scale is None else float(a.scale),
         lower_bound=0.0 if a is None or a.lower_bound is None else float(a.lower_bound),
         gate=gate, beta=beta, null_index=-1 if a is None or a.null_index is None else int(a.null_index),
+        normalize=a is not None and a.use_qk_l2norm_in_kernel,
+        whole_v=len(scans) == 1 and scans[0].spec.head_dim_v == problem.V,
     )  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,9 +25,13 @@ from kda_tl.ops.prefill_kernels import (
     launch_intracard_pre_scan,
 )
 from kda_tl.runtime import dispatcher
+from kda_tl.runtime.fused import Watch, all_distinct
+from kda_tl.runtime.loader import KernelFunction
 from kda_tl.specs.intracard import ships
 
 __all__ = ["launch", "launches", "only_scan", "readable", "run_chunk_wy", "workspace_bytes"]
+
+Watched = Callable[[KernelFunction], KernelFunction]
 
 
 def only_scan(d: Decision) -> Scan | None:
@@ -68,25 +75,74 @@ def workspace_bytes(d: Decision) -> int:
     return problem.slots * problem.HV * per_head + own
 
 
-def run_chunk_wy(d: Decision, a: Arguments) -> tuple[Workspace, Tensor | None]:
-    """All that does not depend on a state: chunk_wy's results, and cu_seqlens as the kernels read them."""
-    problem, dtype, padding = d.problem, d.problem.kernel_dtype, d.padding
-    q_as_is, k_as_is, _, g_as_is, beta_as_is = d.as_is
-    q = a.q if q_as_is else _readable(_padded(_as(a.q, dtype), padding))
-    k = a.k if k_as_is else _readable(_padded(_as(a.k, dtype), padding))
-    g, beta = a.g, a.beta
+class _Inputs(NamedTuple):
+    """The tensors of a call as the kernels read them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    bonus: Tensor | None
+    offsets: Tensor | None
+    indices: Tensor | None
+    mask: Tensor | None
+
+
+def _inputs(d: Decision, a: Arguments) -> _Inputs:
+    dtype, padding = d.problem.kernel_dtype, d.padding
+    q, k, v, g, beta, bonus, A_log, dt_bias = a[:8]
+    q_as_is, k_as_is, v_as_is, g_as_is, beta_as_is = d.as_is
+    if not q_as_is:
+        q = _readable(_padded(_as(q, dtype), padding))
+    if not k_as_is:
+        k = _readable(_padded(_as(k, dtype), padding))
+    if not v_as_is:
+        v = _as(v, dtype)
+        v = _readable(v) if d.whole_v else v
     if g is not None and not g_as_is:
         g = _as(g, d.gate_dtype)
-        g = _readable(_padded(g, padding)) if problem.rule.decay == "per_key" else g.resolve_neg()
+        g = _readable(_padded(g, padding)) if d.problem.rule.decay == "per_key" else g.resolve_neg()
     if beta is not None and not beta_as_is:
         beta = _as(beta, d.gate_dtype).resolve_neg()
-    device = q.device
-    offsets = None if a.cu_seqlens is None else _as(a.cu_seqlens, torch.int32).contiguous()
+    if d.gate:
+        per_key = d.problem.rule.decay == "per_key"
+        if dt_bias is None:
+            dt_bias = torch.zeros(d.problem.HV * (d.wy.head_dim_k if per_key else 1), device=q.device)
+        elif per_key and padding:
+            dt_bias = _padded(dt_bias.reshape(d.problem.HV, d.problem.K), padding)
+    offsets, indices, mask = a.cu_seqlens, None, None
+    if offsets is not None and not (offsets.dtype == torch.int32 and offsets.is_contiguous()):
+        offsets = offsets.to(torch.int32).contiguous()
+    if d.pooled and a.state_indices is not None:
+        indices = narrowed(a.state_indices).contiguous()
+        mask = None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8)
+    return _Inputs(
+        q, k, v, g, beta, None if A_log is None else _row(A_log), None if dt_bias is None else _row(dt_bias),
+        None if bonus is None else _row(_padded(bonus, padding)), offsets, indices, mask,
+    )  # fmt: skip
+
+
+def run_chunk_wy(d: Decision, a: Arguments) -> tuple[Workspace, Tensor | None]:
+    """All that does not depend on a state: chunk_wy's results, and cu_seqlens as the kernels read them."""
+    x = _inputs(d, a)
+    with dispatcher.device_guard(x.q.device):
+        return _chunk_wy(d, x, _same), x.offsets
+
+
+def _same(kernel: KernelFunction) -> KernelFunction:
+    return kernel
+
+
+def _chunk_wy(d: Decision, x: _Inputs, watched: Watched) -> Workspace:
+    problem, device = d.problem, x.q.device
     workspace = Workspace.empty(problem.slots, problem.HV, d.wy.head_dim_k, d.operand_dtype, problem.rule.delta, device)
-    options = _options(d, a)
-    with dispatcher.device_guard(device):
-        launch_chunk_wy(dispatcher.kernel(d.wy, problem.arch, device), q, k, g, beta, options, offsets, workspace)
-    return workspace, offsets
+    kernel = watched(dispatcher.kernel(d.wy, problem.arch, device))
+    options = GateOptions(d.gate, x.A_log, x.dt_bias, d.lower_bound, d.beta, d.normalize, x.bonus)
+    launch_chunk_wy(kernel, x.q, x.k, x.g, x.beta, options, x.offsets, workspace)
+    return workspace
 
 
 def launch(
@@ -97,40 +153,43 @@ def launch(
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     Where the decision says `pooled`, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
     """
-    pool = None
-    if d.pooled and a.state_indices is not None:
-        mask = None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8)
-        pool = Pool(narrowed(a.state_indices).contiguous(), d.null_index, mask)
-    workspace, offsets = run_chunk_wy(d, a)
-    v = a.v if d.as_is[2] else _as(a.v, d.problem.kernel_dtype)
-    with dispatcher.device_guard(v.device):
+    x = _inputs(d, a)
+    tensors = (*x, o, initial_state, None if d.pooled else final_state, states)  # a pool is one tensor
+    with dispatcher.device_guard(o.device):
+        if d.fused is not None:
+            d.fused(o.device, *tensors)
+            return
+        watch = Watch() if d.to_fuse and all_distinct(tensors) else None
+        watched = _same if watch is None else watch.of
+        workspace = _chunk_wy(d, x, watched)
+        scratch: list[Tensor] = [part for part in workspace if part.numel() > 0]
+        pool = None if x.indices is None else Pool(x.indices, d.null_index, x.mask)
         for scan in d.scans:
-            if scan.spec.head_dim_v == d.problem.V and not d.padding:
-                _run(d, scan, workspace, offsets, v, o, initial_state, final_state, states, pool)
-            else:
-                _run_columns(d, scan, workspace, offsets, v, o, initial_state, final_state, states, pool)
+            run = _run if d.whole_v and not d.padding else _run_columns
+            run(d, scan, workspace, x.offsets, x.v, o, initial_state, final_state, states, pool, watched, scratch)
+        if watch is not None:
+            d.fused, d.to_fuse = watch.fused(scratch, tensors), False
+        elif d.whole_v and not d.padding and d.problem.arch != "cpu":
+            d.to_fuse = True  # a call that comes a second time will come again
 
 
 def _run(
     d: Decision, scan: Scan, workspace: Workspace, offsets: Tensor | None, v: Tensor, o: Tensor, initial_state: Tensor | None,
-    final_state: Tensor | None, states: Tensor | None, pool: Pool | None,
+    final_state: Tensor | None, states: Tensor | None, pool: Pool | None, watched: Watched, scratch: list[Tensor],
 ) -> None:  # fmt: skip
-    """The columns of V that a kernel has, in the caller's memory."""
-    arch, device = d.problem.arch, v.device
-    if not d.as_is[2]:
-        v = _readable(v)
+    """The columns of V that a kernel has, in the caller's memory. scratch: gets the tensors between the launches."""
     segments = None
     if d.split.segments > 1:
-        segments = _segments(d, scan, v, workspace, offsets, initial_state)
+        segments = _segments(d, scan, v, workspace, offsets, initial_state, watched, scratch)
     launch_chunk_scan(
-        dispatcher.kernel(scan.spec, arch, device), v, workspace, o, d.scale, offsets, initial_state, final_state,
-        state_dtype=d.state_dtype, pool=pool, segments=segments, states=states,
+        watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device)), v, workspace, o, d.scale, offsets, initial_state,
+        final_state, state_dtype=d.state_dtype, pool=pool, segments=segments, states=states,
     )  # fmt: skip
 
 
 def _run_columns(
     d: Decision, scan: Scan, workspace: Workspace, offsets: Tensor | None, v: Tensor, o: Tensor, initial_state: Tensor | None,
-    final_state: Tensor | None, states: Tensor | None, pool: Pool | None,
+    final_state: Tensor | None, states: Tensor | None, pool: Pool | None, watched: Watched, scratch: list[Tensor],
 ) -> None:  # fmt: skip
     """Columns of v, o and the states, by way of padded copies where they or the rows of K are fewer than the kernel's."""
     K, V, rows, columns = scan.spec.head_dim_k, scan.spec.head_dim_v, d.problem.K, scan.columns
@@ -149,8 +208,8 @@ def _run_columns(
             final_kernel = final_state.new_empty((*final_state.shape[:2], K, V))
     if states is not None:
         states_kernel = states.new_empty((*states.shape[:2], K, V))
-    v = _padded(v, added)
-    _run(d, scan, workspace, offsets, v, o_kernel, initial_state, final_kernel, states_kernel, pool)
+    v = _readable(_padded(v, added))
+    _run(d, scan, workspace, offsets, v, o_kernel, initial_state, final_kernel, states_kernel, pool, watched, scratch)
     if o_kernel is not o:
         o.copy_(o_kernel[..., :columns])
     if final_state is not None and final_kernel is not None and final_kernel is not final_state:
@@ -160,38 +219,20 @@ def _run_columns(
 
 
 def _segments(
-    d: Decision, scan: Scan, v: Tensor, workspace: Workspace, offsets: Tensor | None, initial_state: Tensor | None
-) -> Segments:
+    d: Decision, scan: Scan, v: Tensor, workspace: Workspace, offsets: Tensor | None, initial_state: Tensor | None,
+    watched: Watched, scratch: list[Tensor],
+) -> Segments:  # fmt: skip
     """The state before every segment, by two launches."""
     problem, split, spec = d.problem, d.split, scan.spec
     N, HV, K, V, device = problem.N, problem.HV, spec.head_dim_k, spec.head_dim_v, v.device
     maps = Maps.empty(N, split.segments - 1, HV, K, V, spec.delta, device)
     segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
-    kernel = dispatcher.kernel(scan.pre_scan, problem.arch, device)
+    scratch += (*maps, segments.states)
+    kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device))
     launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
-    kernel = dispatcher.kernel(scan.merge, problem.arch, device)
+    kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device))
     launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
     return segments
-
-
-def _options(d: Decision, a: Arguments) -> GateOptions:
-    problem, dt_bias = d.problem, None
-    if d.gate:
-        dt_bias = a.dt_bias
-        per_key = problem.rule.decay == "per_key"
-        if dt_bias is None:
-            dt_bias = torch.zeros(problem.HV * (d.wy.head_dim_k if per_key else 1), device=a.q.device)
-        elif per_key and d.padding:
-            dt_bias = _padded(dt_bias.reshape(problem.HV, problem.K), d.padding)
-    return GateOptions(
-        d.gate,
-        None if a.A_log is None else _row(a.A_log),
-        None if dt_bias is None else _row(dt_bias),
-        d.lower_bound,
-        d.beta,
-        a.use_qk_l2norm_in_kernel,
-        None if a.bonus is None else _row(_padded(a.bonus, d.padding)),
-    )
 
 
 def _row(tensor: Tensor) -> Tensor:
