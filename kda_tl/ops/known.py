@@ -6,6 +6,7 @@ A call is known by values alone: shapes, strides, dtypes, devices, alignment and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -33,7 +34,8 @@ class Known(Generic[D]):
 
     def put(self, key: object, decision: D) -> None:
         while len(self._found) >= self._most:
-            self._found.pop(next(iter(self._found), None), None)
+            with suppress(RuntimeError, StopIteration):  # another thread was at it
+                self._found.pop(next(iter(self._found)), None)
         self._found[key] = decision
 
     def __len__(self) -> int:
