@@ -141,7 +141,7 @@ def choose(spec: KernelSpec, arch_name: str) -> Choice:
     return Choice(spec, arch_name, None, None, "in none of " + ", ".join(map(str, roots)))
 
 
-_kernels: dict[tuple[KernelSpec, str, torch.device, object], KernelFunction] = {}
+_kernels: dict[tuple[str, str, torch.device, object], KernelFunction] = {}  # by spec.key: a string knows its hash
 _lock = threading.Lock()
 
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # as in the loader
@@ -158,7 +158,7 @@ def kernel(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunc
         UnsupportedDevice: it needs more shared memory than the device has.
         ValueError: KDA_TL_ON_MISS or KDA_TL_NVTX has a value that does not exist.
     """
-    found = _kernels.get((spec, arch_name, device, environment.registry_setting()))
+    found = _kernels.get((spec.key, arch_name, device, environment.registry_setting()))
     if found is None:
         return _first_use(spec, arch_name, device)
     counts.hits += 1
@@ -167,7 +167,7 @@ def kernel(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunc
 
 def _first_use(spec: KernelSpec, arch_name: str, device: torch.device) -> KernelFunction:
     build = environment.on_miss() == "build"
-    key = (spec, arch_name, device, environment.registry_setting())
+    key = (spec.key, arch_name, device, environment.registry_setting())
     with _lock:
         found = _kernels.get(key)
         if found is not None:  # another thread was faster
