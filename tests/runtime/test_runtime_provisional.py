@@ -67,8 +67,8 @@ def test_an_unknown_gpu_takes_the_nearest_arch_and_says_so_once(
     assert record.name == "kda_tl"
     assert record.getMessage() == (
         f"mock GPU has compute capability {capability[0]}.{capability[1]}, which no arch is made for: it counts as a "
-        f"provisional {name} ({block // KIB} KiB of shared memory per block, 84 multiprocessors, 65536 registers in each), and runs "
-        f"{nearest}'s artifacts with {nearest}'s schedules. `kda-tl autotune --arch {nearest}` on it finds better ones"
+        f"provisional {name} ({block // KIB} KiB of shared memory per block, 84 multiprocessors, 65536 registers in each), and "
+        f"runs {nearest}'s artifacts with {nearest}'s schedules. `kda-tl autotune --arch {nearest}` on it finds better ones"
     )
     assert multiprocessors(device, nearest) == 84  # plans count with the device's own
 
