@@ -169,7 +169,7 @@ def test_damaged_metadata(fresh, registry_root: Path, monkeypatch, on_miss: str)
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (33, "all defaults (model), for sizes up to 33: it is 33"),
+        (33, "threads 128 (model), for sizes up to 33: it is 33"),
         (64, "threads 256 (model), for sizes up to 66: it is 64"),
         (96, "threads 384 (model), for larger ones: it is 96"),
     ],
