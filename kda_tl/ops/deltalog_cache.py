@@ -129,8 +129,8 @@ class DeltaLogCache:
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
         # Of the largest batch: when a log is folded is the cache's choice, and one for all batches.
         size = problem_size("deltalog_decode", slots, HV)
-        spec = DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields)
-        schedule = dispatcher.size_class(spec, self.arch, size).schedule
+        step = DeltaLogDecodeSpec(K, V, state_dtype=stored, one_token=bool(state_v_first), **fields)
+        schedule = dispatcher.size_class(step, self.arch, size).schedule
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):
