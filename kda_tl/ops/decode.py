@@ -35,6 +35,7 @@ from kda_tl.ops.plan import Launch, Plan
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSpec, decode_specs
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["DecodeCall", "bind", "plan", "refuse_unknown", "run"]
 
@@ -129,7 +130,7 @@ def plan(c: DecodeCall) -> Plan:
         op=c.op,
         problem={**sizes, "dtype": p.spec.dtype, "state": p.spec.state_dtype},
         arch=p.arch,
-        launches=(Launch(p.spec, f"{p.N + (c.cu_seqlens is not None)} requests x {p.HV} heads x V tiles"),),
+        launches=(Launch(p.spec, f"{p.N + (c.cu_seqlens is not None)} requests x {p.HV} heads x V tiles", _size(p)),),
         workspace_bytes=0,
     )
 
@@ -349,6 +350,10 @@ def _absent(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype) 
     return _Absent(ranks(dtype), ranks(torch.float32), state, integer, integer.view(torch.uint8)[:1])
 
 
+def _size(p: _Problem) -> int:
+    return problem_size("recurrent_decode", p.N, p.HV)
+
+
 def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: Tensor | None) -> None:
     """One kernel on the current stream. It reads and writes the caller's own memory, whatever the strides."""
     dtype, device = _torch_dtype(p.spec.dtype), c.q.device
@@ -391,7 +396,7 @@ def _launch(c: DecodeCall, p: _Problem, o: Tensor, state: Tensor | None, final: 
     if final is not None:
         state_out, v_first = _pool("initial_state", _values(final), c.state_v_first, may_copy=False)
         flags |= F["STORE_STATE"] | F["V_FIRST_OUT"] * v_first
-    dispatcher.kernel(p.spec, p.arch, device)(
+    dispatcher.kernel(p.spec, p.arch, device, _size(p))(
         q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, offsets, indices, starts, o, state_in, state_out,
         p.N, p.K**-0.5 if c.scale is None else float(c.scale), 0.0 if c.lower_bound is None else float(c.lower_bound),
         flags, int(p.gate_form), int(p.beta_form), -1 if c.null_index is None else c.null_index,

@@ -21,7 +21,7 @@ from kda_tl.specs.deltalog import (
     DeltaLogDecodeSpec,
     cpu_state_dtype,
 )
-from kda_tl.specs.schedules import schedule_for
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["DeltaLogCache", "DeltaLogSnapshot"]
 
@@ -125,7 +125,10 @@ class DeltaLogCache:
         if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
             built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
-        schedule = schedule_for(DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields), self.arch)
+        # Of the largest batch: when a log is folded is the cache's choice, and one for all batches.
+        size = problem_size("deltalog_decode", slots, HV)
+        spec = DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields)
+        schedule = dispatcher.size_class(spec, self.arch, size).schedule
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):

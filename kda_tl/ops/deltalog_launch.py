@@ -12,6 +12,7 @@ from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Call", "launch", "prep_size"]
 
@@ -78,14 +79,17 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
         # Both are there before the first one runs: it writes into the log.
-        prepare, append = (dispatcher.kernel(needed, cache.arch, device) for needed in (spec.prep_spec, spec))
+        prepare, append = (
+            dispatcher.kernel(needed, cache.arch, device, problem_size(needed.kernel, q.shape[0], HV))
+            for needed in (spec.prep_spec, spec)
+        )
         prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, cache.log_k, cache.log_decay, cache.cursor,
             indices, valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device)
+        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)

@@ -31,6 +31,7 @@ from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, shi
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
+from kda_tl.specs.sizes import problem_size
 
 __all__ = [
     "intracard_specs_of",
@@ -139,18 +140,20 @@ def launches(problem: Problem, a: Arguments | None = None) -> tuple[Launch, ...]
     )
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
-    found = [Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}")]
-    segments = split_of(problem, a).segments
+    HV, split = problem.HV, split_of(problem, a)
+    found = [Launch(wy, f"{counted(problem.slots, 'chunk slot')} x {heads}", problem_size("chunk_wy", problem.slots, HV))]
+    segments, scans_size = split.segments, problem_size("chunk_scan", split.scans(problem.N), HV)
     for _, _, scan in scans:
         if segments > 1:
             pre_scan, merge = intracard_specs_of(scan)
             own = counted(problem.N, "sequence")
             cuts = counted(segments - 1, "segment")
-            found.append(Launch(pre_scan, f"{own} x {cuts} x {heads} x tiles of {'K + V' if scan.delta else 'V'}"))
-            found.append(Launch(merge, f"{own} x {heads} x V tiles"))
-            found.append(Launch(scan, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles"))
+            size = problem_size("intracard_pre_scan", split.scans(problem.N), HV)
+            found.append(Launch(pre_scan, f"{own} x {cuts} x {heads} x tiles of {'K + V' if scan.delta else 'V'}", size))
+            found.append(Launch(merge, f"{own} x {heads} x V tiles", problem_size("intracard_merge", problem.N, HV)))
+            found.append(Launch(scan, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles", scans_size))
         else:
-            found.append(Launch(scan, f"{sequences} x {heads} x V tiles"))
+            found.append(Launch(scan, f"{sequences} x {heads} x V tiles", scans_size))
     return tuple(found)
 
 
@@ -194,7 +197,8 @@ def run_chunk_wy(problem: Problem, a: Arguments) -> tuple[Workspace, Tensor | No
     workspace = Workspace.empty(problem.slots, problem.HV, K, operand_dtype, rule.delta, device)
     options = _options(problem, a, missing)
     with dispatcher.device_guard(device):
-        launch_chunk_wy(dispatcher.kernel(spec, problem.arch, device), q, k, g, beta, options, offsets, workspace)
+        kernel = dispatcher.kernel(spec, problem.arch, device, problem_size("chunk_wy", problem.slots, problem.HV))
+        launch_chunk_wy(kernel, q, k, g, beta, options, offsets, workspace)
     return workspace, offsets
 
 
@@ -225,6 +229,7 @@ def launch(
             None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8),
         )
     workspace, offsets = run_chunk_wy(problem, a)
+    size = problem_size("chunk_scan", split.scans(problem.N), problem.HV)
     with dispatcher.device_guard(device):
         for first, columns, scan in scans:
             own = (
@@ -247,7 +252,7 @@ def launch(
             if split.segments > 1:
                 segments = _segments(problem, scan, split, v_kernel, workspace, offsets, state_in)
             launch_chunk_scan(
-                dispatcher.kernel(scan, problem.arch, device), v_kernel, workspace, o_kernel, scale, offsets, state_in,
+                dispatcher.kernel(scan, problem.arch, device, size), v_kernel, workspace, o_kernel, scale, offsets, state_in,
                 out_kernel, state_dtype=state_dtype, pool=pool, segments=segments, states=states_kernel,
             )  # fmt: skip
             if o_kernel is not o_run:
@@ -267,9 +272,9 @@ def _segments(
     N, HV, K, V, device = problem.N, problem.HV, scan.head_dim_k, scan.head_dim_v, v.device
     maps = Maps.empty(N, split.segments - 1, HV, K, V, scan.delta, device)
     segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
-    kernel = dispatcher.kernel(pre_scan, problem.arch, device)
+    kernel = dispatcher.kernel(pre_scan, problem.arch, device, problem_size("intracard_pre_scan", split.scans(N), HV))
     launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
-    kernel = dispatcher.kernel(merge, problem.arch, device)
+    kernel = dispatcher.kernel(merge, problem.arch, device, problem_size("intracard_merge", N, HV))
     launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
     return segments
 

@@ -63,7 +63,7 @@ def warmup(
             if item.arch != arch:
                 raise ValueError(f"the plan is one for {item.arch}, and {where} runs {arch}")
             for launch in item.launches:
-                launch_once(launch.spec, arch, where)
+                launch_once(launch.spec, arch, where, launch.size)
                 done.append(launch.spec.key)
         elif isinstance(item, str) or _is_op(item):
             done.append(_call(item, arch, where, options))
