@@ -128,10 +128,11 @@ def measure(
 
         def keep(spec: PlannedSpec, problem: PlannedProblem | None, number: int, found: Found) -> None:
             one = spec.candidates[number]
+            error = found.error if found.error is not None and math.isfinite(found.error) else None
             record = {
                 "spec": spec.spec, "schedule": dict(one.schedule), "size": problem.size if problem else 0,
                 "problem": dict(problem.problem) if problem else {}, "status": found.status, "time_ms": found.time_ms,
-                "error": found.error if found.error is not None and math.isfinite(found.error) else None, "reason": found.reason, "device": hello.device, "artifact": one.artifact,
+                "error": error, "reason": found.reason, "device": hello.device, "artifact": one.artifact,
                 "versions": {**plan.versions, **hello.versions, "kda_tl": __version__},
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "baseline": problem is not None and one.schedule == problem.baseline,

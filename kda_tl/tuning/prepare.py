@@ -95,14 +95,15 @@ def prepare(
         elif by in wanted:
             groups.setdefault(by, []).extend([] if by == spec else [spec])
     kept = _planned_before(folder, arch, {spec.key for spec in groups})
-    listed = {spec: _listed(spec, arch) for spec in groups}
+    in_force = {spec: _in_force(spec, arch) for spec in groups}
+    listed = {spec: _listed(spec, arch, in_force[spec]) for spec in groups}
     tasks = list(
         dict.fromkeys((spec, _program_of(s)) for spec, found in listed.items() for s, reason in found if reason is None)
     )
     registry = Registry(folder)
     outcomes: dict[Task, tuple[str | None, str | None]] = {}
     for outcome in compile_each(arch, tasks, registry, jobs):
-        outcomes[outcome.task] = _judged(registry, outcome.result, outcome.error, _in_force(outcome.task[0], arch, None))
+        outcomes[outcome.task] = _judged(registry, outcome.result, outcome.error, in_force[outcome.task[0]])
         if progress is not None:
             told = outcomes[outcome.task][1] or ("compiled" if outcome.result and outcome.result.compiled else "was there")
             progress(*outcome.task, told, len(outcomes), len(tasks))
@@ -129,15 +130,14 @@ def _planned_before(folder: Path, arch: str, replaced: set[str]) -> list[Planned
     return [spec for spec in plan.specs if spec.spec not in replaced]
 
 
-def _in_force(spec: KernelSpec, arch: str, size: int | None) -> Schedule:
-    """The schedule that a build takes today, for problems of `size`."""
-    return schedule_for(spec, arch)
+def _in_force(spec: KernelSpec, arch: str) -> list[Schedule]:
+    """What a build takes today, for the sizes that are timed."""
+    return [schedule_for(spec, arch, size_of(spec, problem)) for problem in problems(spec, arch)]
 
 
-def _listed(spec: KernelSpec, arch: str) -> list[tuple[Schedule, str | None]]:
+def _listed(spec: KernelSpec, arch: str, in_force: Sequence[Schedule]) -> list[tuple[Schedule, str | None]]:
     """Legal schedules with None, the others with their reason; those in force are timed in any case."""
-    baselines = dict.fromkeys(_in_force(spec, arch, size_of(spec, problem)) for problem in problems(spec, arch))
-    found: dict[Schedule, str | None] = dict.fromkeys(baselines)
+    found: dict[Schedule, str | None] = dict.fromkeys(in_force)
     for candidate in candidates(spec, arch):
         if candidate.schedule is not None:
             found.setdefault(candidate.schedule, candidate.reason)
@@ -153,14 +153,14 @@ def _program_of(schedule: Schedule) -> Schedule:
 
 
 def _judged(
-    registry: Registry, result: BuildResult | None, error: Exception | None, baseline: Schedule
+    registry: Registry, result: BuildResult | None, error: Exception | None, in_force: Sequence[Schedule]
 ) -> tuple[str | None, str | None]:
     """(artifact, reason against it)."""
     if result is None:
         return None, f"does not compile: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     meta: dict[str, Any] = registry.load_meta(registry.root / "artifacts" / result.id)
     spilled = sum(usage["spill_stores"] + usage["spill_loads"] for usage in meta.get("resources", []))
-    if spilled and meta["schedule"] != _program_of(baseline).as_dict():
+    if spilled and meta["schedule"] not in [_program_of(schedule).as_dict() for schedule in in_force]:
         return None, f"registers: spills {spilled} bytes"
     return result.id, None
 
@@ -180,9 +180,8 @@ def _planned(
         serves = [heir.key for heir in heirs if artifact is not None and rejection(heir, schedule, arch) is None]
         planned.append(PlannedCandidate(schedule.as_dict(), artifact, reason, tuple(serves)))
     sizes = [
-        PlannedProblem(size, problem.as_dict(), _in_force(spec, arch, size).as_dict())
-        for problem in problems(spec, arch)
-        for size in [size_of(spec, problem)]
+        PlannedProblem(size_of(spec, problem), problem.as_dict(), schedule.as_dict())
+        for problem, schedule in zip(problems(spec, arch), _in_force(spec, arch), strict=True)
     ]
     return PlannedSpec(spec.key, tuple(heir.key for heir in heirs), tuple(sizes), tuple(planned))
 

@@ -14,6 +14,7 @@ from kda_tl.specs.deltalog import DeltaLogDecodeSpec
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
+from kda_tl.specs.sizes import problem_size
 from kda_tl.tuning import problems_decode, problems_prefill
 from kda_tl.tuning.problems_case import Case
 
@@ -23,15 +24,13 @@ CHECK_SEED, FULL_SEED = 1, 2
 
 
 def size_of(spec: KernelSpec, problem: Problem) -> int:
-    """The number that a schedule is chosen by: what a launch has to spread over a device.
-
-    chunk_wy: chunks x HV; chunk_scan and intracard_pre_scan: sequences or segments x HV; all others: sequences x HV.
-    """
+    """The number that a schedule is chosen by (`kda_tl.specs.sizes`)."""
+    items = problem.sequences
     if isinstance(spec, ChunkWySpec):
-        return problem.chunks(spec.chunk_size) * problem.HV
-    if isinstance(spec, ChunkScanSpec | IntracardPreScanSpec):
-        return problem.sequences * problem.segments * problem.HV
-    return problem.sequences * problem.HV
+        items = problem.chunks(spec.chunk_size)
+    elif isinstance(spec, ChunkScanSpec | IntracardPreScanSpec):
+        items *= problem.segments
+    return problem_size(spec.kernel, items, problem.HV)
 
 
 def problems(spec: KernelSpec, arch: str) -> list[Problem]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tuning_folders import MERGE, AddCandidate, with_candidates
 
 from kda_tl.registry import Registry
-from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
-from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, read_plan, write_plan
-
-MERGE = IntracardMergeSpec(64, 64)
-"""Of all kernels the one that compiles fastest."""
+from kda_tl.specs.intracard import IntracardMergeSchedule
+from kda_tl.tuning.problems_plan import PlannedCandidate, read_plan, write_plan
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +34,6 @@ def prepared(shared_folder: Path, missing: Callable[[str], str | None]) -> Path:
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "tuning"))
-
-
-AddCandidate = Callable[[IntracardMergeSchedule, str], None]
 
 
 @pytest.fixture
@@ -64,17 +58,3 @@ def add_candidate(folder: Path) -> AddCandidate:
         write_plan(folder, with_candidates(plan, (*plan.specs[0].candidates, candidate)))
 
     return add
-
-
-def with_candidates(plan: Plan, candidates: tuple[PlannedCandidate, ...]) -> Plan:
-    return dataclasses.replace(plan, specs=(dataclasses.replace(plan.specs[0], candidates=candidates), *plan.specs[1:]))
-
-
-def statuses(records: list[Mapping[str, object]]) -> dict[tuple[str, int], str]:
-    """(artifact, size) -> status; each of them once."""
-    found: dict[tuple[str, int], str] = {}
-    for record in records:
-        key = (str(record["artifact"]), int(str(record["size"])))
-        assert key not in found, f"{key} twice"
-        found[key] = str(record["status"])
-    return found

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import MERGE, statuses, with_candidates
+from tuning_folders import MERGE, AddCandidate, statuses, with_candidates
 
 from kda_tl.specs.intracard import IntracardMergeSchedule
 from kda_tl.tuning.measure import MeasureError, append_record, measure, read_records
@@ -21,7 +20,6 @@ from kda_tl.tuning.problems_plan import PlanError, read_plan, write_plan
 
 pytestmark = pytest.mark.tilelang
 
-AddCandidate = Callable[[IntracardMergeSchedule, str], None]
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {
     "spec", "schedule", "size", "problem", "status", "time_ms", "error", "reason", "device", "versions", "date", "baseline",
