@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from kda_tl.specs.archs import arch as arch_row
-from kda_tl.specs.candidates import Block, Candidate, objection, space
+from kda_tl.specs.candidates import IDLE, Block, Candidate, objection, space
 from kda_tl.specs.kernels import ChunkWySpec, KernelSpec
 from kda_tl.specs.schedules import ChunkWySchedule, Schedule
 
@@ -24,7 +24,7 @@ def rejection(spec: KernelSpec, schedule: Schedule, arch: str) -> str | None:
     """Why `schedule`, one of another spec of the same kernel, does not serve `spec`; None where it does."""
     for candidate in candidates(spec, arch):
         if candidate.schedule == schedule:
-            return candidate.reason
+            return None if candidate.reason is None or candidate.reason.startswith(IDLE) else candidate.reason
     return f"not among the candidates of {spec.key}"
 
 

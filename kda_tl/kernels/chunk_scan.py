@@ -43,7 +43,7 @@ from kda_tl.specs.schedules import ChunkScanSchedule
 
 # Registers of the warp-specialized roles: a V tile of 128 needs more where values are, and loads make do with fewer.
 ROLES = (208, 120, 112, 64)
-WIDE_ROLES = (208, 152, 104, 40)
+WIDE_ROLES = (208, 152, 112, 40)
 
 
 def candidates(spec: ChunkScanSpec, arch: str) -> list[Candidate]:

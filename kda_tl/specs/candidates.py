@@ -14,10 +14,12 @@ from typing import Any
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.schedules import Schedule
 
-__all__ = ["Block", "Candidate", "objection", "space"]
+__all__ = ["IDLE", "Block", "Candidate", "objection", "space"]
 
 MULTIPROCESSOR_REGISTERS = 65536
 MOST_REGISTERS = 255
+IDLE = "idle:"
+"""How the reason of a schedule begins that is legal, and leaves a multiprocessor idle by the same estimate."""
 BLOCK_RESERVE = 1024
 """Bytes of shared memory that the system takes of every block."""
 
@@ -62,7 +64,7 @@ def objection(block: Block, arch: str, spare: int | None = None) -> str | None:
     """
     row = arch_row(arch)
     if spare is not None and not row.is_cpu and objection(replace(block, min_blocks=block.min_blocks + spare), arch) is None:
-        return f"registers: {block.min_blocks + spare} blocks fit where the schedule keeps room for {block.min_blocks}"
+        return f"{IDLE} {block.min_blocks + spare} blocks fit where the schedule keeps room for {block.min_blocks}"
     if row.is_cpu:
         return None
     if block.threads > 1024:
