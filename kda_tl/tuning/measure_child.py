@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -155,7 +156,7 @@ class _Worker:
                 function = load_artifact(self.folder, artifact, self.arch, spec.key)
                 error, reason = self.check(function, schedule, check, full, agreed)
                 if reason is None:
-                    sample = self.sampler(function, full.calls(schedule))
+                    sample = self.sampler(function, schedule, full)
             except Exception as problem:
                 self.pipe.send(Found(number, "crashed", reason=_text(problem)))
                 os._exit(1)
@@ -198,8 +199,9 @@ class _Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def sampler(self, function: KernelFunction, calls: list[tuple[Any, ...]]) -> Callable[[], float]:
+    def sampler(self, function: KernelFunction, schedule: Schedule, case: Case) -> Callable[[], float]:
         """Milliseconds per launch, over as many passes as make a sample that events can time."""
+        calls = case.calls(schedule)
 
         def run(passes: int) -> None:
             for _ in range(passes):
@@ -207,15 +209,22 @@ class _Worker:
                     function(*arguments)
 
         if self.device.type == "cpu":
-            return lambda: _cpu_ms(run) / len(calls)
-        once = _cuda_ms(lambda: run(1))
-        passes = max(1, min(MOST_REPEATS // len(calls), round(SAMPLE_MS / max(once, 1e-3))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run(passes)
-        graph.replay()
-        self.wait()
-        return lambda: _cuda_ms(graph.replay) / (passes * len(calls))
+            time_ms, launches = partial(_cpu_ms, partial(run, 1)), len(calls)
+        else:
+            once = _cuda_ms(partial(run, 1))
+            passes = max(1, min(MOST_REPEATS // len(calls), round(SAMPLE_MS / max(once, 1e-3))))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(passes)
+            graph.replay()
+            self.wait()
+            time_ms, launches = partial(_cuda_ms, graph.replay), passes * len(calls)
+
+        def sample() -> float:
+            case.ready(schedule)
+            return time_ms() / launches
+
+        return sample
 
     def race(self, runners: list[_Runner], job: Job) -> None:
         """Round after round over all that are left, so that a device that slows down slows all of them."""
@@ -247,9 +256,9 @@ def _cuda_ms(call: Callable[[], object]) -> float:
     return float(start.elapsed_time(end))
 
 
-def _cpu_ms(run: Callable[[int], None]) -> float:
+def _cpu_ms(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    run(1)
+    call()
     return (time.perf_counter() - start) * 1e3
 
 

@@ -26,6 +26,7 @@ class Case:
     truth: the same in float64, from the reference; None for full-size problems, which are held to another candidate's outputs.
     tolerance: of ||out - truth|| / ||truth||, for each of the outputs.
     alike: of a schedule: schedules with the same value compute the same outputs of a full-size problem.
+    ready: of a schedule: before passes that are timed: brings back what a time depends on, though no output does.
     """
 
     calls: Callable[[Schedule], Calls]
@@ -34,6 +35,7 @@ class Case:
     truth: Mapping[str, Tensor] | None
     tolerance: float
     alike: Callable[[Schedule], object] = lambda _: None
+    ready: Callable[[Schedule], None] = lambda _: None
 
     def error(self, truth: Mapping[str, Tensor]) -> float:
         """The largest error of an output; infinite where there is a NaN."""

@@ -173,20 +173,26 @@ def deltalog_case(spec: DeltaLogDecodeSpec, problem: Problem, device: torch.devi
             for t in range(T)
         ]  # fmt: skip
 
-    def reset(schedule: Schedule) -> None:
+    def spread_cursors(schedule: Schedule) -> None:
+        """A checked walk starts from empty logs, whose first folds lie apart; others from where a steady state is."""
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         every = schedule.merge_every
-        o.fill_(torch.nan)
-        slot = torch.arange(n, dtype=torch.int32, device=device)[:, None, None]
-        for base, *_, cursors, _, _ in pools:
-            base.copy_(start)
-            # A checked walk starts from empty logs, whose first folds lie apart.
+        for index, (*_, cursors, _, _) in enumerate(pools):
+            slot = index * n + torch.arange(n, dtype=torch.int32, device=device)[:, None, None]
             cursors[..., 0] = 0 if exact else slot % every
             cursors[..., 1] = 1 + slot % every if exact else every
+
+    def reset(schedule: Schedule) -> None:
+        o.fill_(torch.nan)
+        for base, *_ in pools:
+            base.copy_(start)
+        spread_cursors(schedule)
 
     truth = None
     if exact:
         o_true, _ = tokens.truth(rule, start[order.long()].double().transpose(-1, -2))
         truth = {"o": o_true}
     limit = 5e-3 if spec.state_dtype != "float32" else tolerance(dtype)
-    return Case(calls, reset, {"o": o}, truth, limit, lambda schedule: getattr(schedule, "merge_every", None))
+    return Case(
+        calls, reset, {"o": o}, truth, limit, lambda schedule: getattr(schedule, "merge_every", None), spread_cursors
+    )  # fmt: skip

@@ -83,6 +83,7 @@ def test_a_steady_state_of_deltalog_folds_one_slot_of_an_interval() -> None:
     (call,) = case.calls(schedule)
     cursor = next(x for x in call if isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype == torch.int32)
     assert cursor[:, 0, 0].tolist() == [[slot % 8, 8] for slot in range(16)]
+    case.ready(schedule)
     assert call[-3] == 8 and case.alike(schedule) != case.alike(DeltaLogDecodeSchedule(merge_every=4))
 
 
