@@ -20,7 +20,9 @@ from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.floors import Problem, cost, floor_ms
 from kda_tl.specs.kernels import KERNEL_SPECS, KernelSpec, spec_of_key
 from kda_tl.specs.rules import RULES
+from kda_tl.specs.schedule_file import ScheduleFileError
 from kda_tl.specs.schedules import SCHEDULES
+from kda_tl.tuning import TimingsError
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlanError, read_plan
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def autotune(
             _apply(folder, jobs)
         if not given or report is not None or measure is not None:
             click.echo(_report(folder))
-    except (BuildError, KdaTlError, MeasureError, PlanError, RegistryError, OSError) as error:
+    except (BuildError, KdaTlError, MeasureError, PlanError, RegistryError, ScheduleFileError, TimingsError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         click.echo("\nStopped. What had finished is kept: the same command with --resume does the rest.", err=True)
@@ -162,7 +164,7 @@ def _measure(folder: Path, kernels: Sequence[str], op: str | None, budget: float
 
 def _apply(folder: Path, jobs: int | None) -> None:
     from kda_tl.compiler.build import build
-    from kda_tl.tuning.apply import apply
+    from kda_tl.tuning import apply
 
     plan = read_plan(folder)
     served = {(heir, json.dumps(dict(one.schedule), sort_keys=True))

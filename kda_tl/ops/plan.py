@@ -31,16 +31,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """Why a launch has its schedule: the class that its size falls into, and the limits of all classes of its spec."""
+    """Why a launch has its schedule: the class that its size falls into, among all classes of its spec."""
 
     launch: Launch
     chosen: SizeClass
-    limits: tuple[int | None, ...]
+    classes: tuple[SizeClass, ...]
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The largest size of each class; None for any."""
+        return tuple(one.up_to for one in self.classes)
 
     def __str__(self) -> str:
-        kind = type(self.chosen.schedule)()
-        own = {name: value for name, value in self.chosen.schedule.as_dict().items() if value != getattr(kind, name)}
-        fields = ", ".join(f"{name} {value}" for name, value in own.items()) or "all defaults"
+        default = type(self.chosen.schedule)()
+        told = [  # what some class has of its own
+            name for name, usual in default.as_dict().items() if any(getattr(c.schedule, name) != usual for c in self.classes)
+        ]
+        fields = ", ".join(f"{name} {getattr(self.chosen.schedule, name)}" for name in told) or "all defaults"
         if len(self.limits) == 1:
             return f"{fields} ({self.chosen.source}), for every size"
         limits = ", ".join("any" if limit is None else str(limit) for limit in self.limits)
@@ -53,7 +60,7 @@ def size_choice(launch: Launch, arch: str) -> SizeChoice:
     """Raises what `kda_tl.runtime.dispatcher.schedule_classes` raises."""
     classes = schedule_classes(launch.spec, arch)
     chosen = next(one for one in classes if one.up_to is None or launch.size <= one.up_to)
-    return SizeChoice(launch, chosen, tuple(one.up_to for one in classes))
+    return SizeChoice(launch, chosen, classes)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def warmup(
     Args:
         what: any of these; with none, every kernel of the default set that a registry holds for the device.
             An op or its name: called with one token, so that torch's side of it is warm as well. Of a prefill op's rule all
-            kernels that a registry holds are launched too: other dtypes, and those of sequences that are cut.
-            A spec: its kernel alone.
+            kernels that a registry holds are launched too: other dtypes, other sizes, and those of sequences that are cut.
+            A spec: its kernel alone, for every size.
             A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
         device: default the current CUDA device, or the cpu where there is none.
         options: keyword arguments of the ops, e.g. use_qk_l2norm_in_kernel=True.

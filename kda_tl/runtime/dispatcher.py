@@ -29,7 +29,7 @@ from kda_tl.runtime.counters import count_fallback, counts
 from kda_tl.runtime.errors import ArtifactMissing, DriverTooOld, UnsupportedDevice
 from kda_tl.runtime.loader import KernelFunction, load
 from kda_tl.runtime.ranges import annotate
-from kda_tl.specs.archs import ARCHS, arch, archs_for_capability
+from kda_tl.specs.archs import ARCHS, ProvisionalArch, arch, archs_for_capability, provisional_arch
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import SCHEDULES, SizeClass
 from kda_tl.specs.schedules import schedule_classes as scheduled_classes
@@ -42,6 +42,7 @@ __all__ = [
     "device_arch",
     "device_guard",
     "kernel",
+    "provisional",
     "schedule_classes",
     "size_class",
 ]
@@ -136,7 +137,34 @@ def _cuda_arch(index: int) -> str:
         raise UnsupportedDevice(
             f"no arch serves {properties.name} (compute capability {capability[0]}.{capability[1]}); archs: {rows}"
         )
+    if unknown := provisional(index):
+        _tell(
+            f"{properties.name} has compute capability {capability[0]}.{capability[1]}, which no arch is made for: it counts "
+            f"as a {unknown}, and runs {loadable[0]}'s artifacts with {loadable[0]}'s schedules. "
+            f"`kda-tl autotune --arch {loadable[0]}` on it finds better ones"
+        )
     return loadable[0]
+
+
+def provisional(index: int) -> ProvisionalArch | None:
+    """What a CUDA device counts as where its compute capability is in no row of the arch table; else None."""
+    properties = torch.cuda.get_device_properties(index)
+    return provisional_arch(
+        (properties.major, properties.minor),
+        _block_shared_memory(index),
+        getattr(properties, "multi_processor_count", None),
+        getattr(properties, "regs_per_multiprocessor", None),
+    )
+
+
+_told: set[str] = set()
+
+
+def _tell(notice: str) -> None:
+    """Once per process."""
+    if notice not in _told:
+        _told.add(notice)
+        log.warning("%s", notice)
 
 
 def _block_shared_memory(index: int) -> int | None:

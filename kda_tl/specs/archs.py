@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ARCHS", "Arch", "Rates", "arch", "archs_for_capability"]
+__all__ = ["ARCHS", "Arch", "ProvisionalArch", "Rates", "arch", "archs_for_capability", "provisional_arch"]
 
 KIB = 1024
 
@@ -107,3 +107,46 @@ def archs_for_capability(capability: tuple[int, int], shared_memory: int | None 
         return row.measured, shared_memory is None or row.shared_memory <= shared_memory, row.capability or (0, 0)
 
     return [row.name for row in sorted(loadable, key=preference, reverse=True)]
+
+
+@dataclass(frozen=True)
+class ProvisionalArch:
+    """A device of a compute capability that the table has no row for.
+
+    Attributes:
+        row: one as the table would have it, with the limits that the driver tells.
+        nearest: the arch whose artifacts and schedules the device takes until it has its own.
+        multiprocessors, registers: of the device, and of each multiprocessor; None where torch does not tell.
+    """
+
+    row: Arch
+    nearest: str
+    multiprocessors: int | None
+    registers: int | None
+
+    def __str__(self) -> str:
+        limits = [f"{self.row.shared_memory / KIB:.0f} KiB of shared memory per block"]
+        limits += [] if self.multiprocessors is None else [f"{self.multiprocessors} multiprocessors"]
+        limits += [] if self.registers is None else [f"{self.registers} registers in each"]
+        return f"provisional {self.row.name} ({', '.join(limits)})"
+
+
+def provisional_arch(
+    capability: tuple[int, int],
+    shared_memory: int | None = None,
+    multiprocessors: int | None = None,
+    registers: int | None = None,
+) -> ProvisionalArch | None:
+    """The row of a device that the table does not know; None where it does, or where no arch's code runs on it.
+
+    The nearest arch is the best of `archs_for_capability`: the newest that was measured and is not newer than the device.
+    """
+    if any(row.capability == capability for row in ARCHS.values()):
+        return None
+    loadable = archs_for_capability(capability, shared_memory)
+    if not loadable:
+        return None
+    name, nearest = f"sm_{capability[0]}{capability[1]}", ARCHS[loadable[0]]
+    block = nearest.shared_memory if shared_memory is None else shared_memory
+    row = Arch(name, name, block, False, capability, nearest.min_driver, measured=False)
+    return ProvisionalArch(row, nearest.name, multiprocessors, registers)
