@@ -43,7 +43,7 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
         return [_prefill(N, tokens, HV, spec) for N, tokens, HV in ((1, 8192, 8), (1, 8192, 32), (1, 8192, 64), (1, 8192, 96),
                                                                     (4, 2048, 64))]  # fmt: skip
     if isinstance(spec, IntracardPreScanSpec):
-        return [Problem(1, 8192, HV, HV, segments) for segments, HV in ((8, 4), (16, 8), (4, 32))]
+        return [Problem(1, 8192, HV, HV, segments) for segments, HV in ((8, 4), (16, 8), (8, 32))]
     if isinstance(spec, IntracardMergeSpec):
         return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (4, 32, 8))]
     if isinstance(spec, RecurrentDecodeSpec):
