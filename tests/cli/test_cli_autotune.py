@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 from click.testing import Result
 
 from kda_tl.cli.autotune import RULE_OF_OP, _selected
+from kda_tl.registry import Registry
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
+from kda_tl.specs.schedules import schedule_classes
 from kda_tl.tuning.measure import append_record
 from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, PlannedProblem, PlannedSpec, write_plan
 
@@ -21,27 +24,33 @@ SPEC = IntracardMergeSpec(64, 64)
 
 
 @pytest.mark.tilelang
-def test_prepare_measure_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "tuning"
-    only_one = [spec for spec in _selected("cpu", ["intracard_merge"], None) if spec == SPEC]
-    monkeypatch.setattr("kda_tl.cli.autotune._selected", lambda *_: only_one)
-    made = run("autotune", "--arch", "cpu", "--prepare", folder, "--jobs", 2)
-    assert made.exit_code == 0, made.output
-    assert SPEC.key in made.output and "compiled" in made.stderr and "min left" in made.stderr
-    again = run("autotune", "--arch", "cpu", "--prepare", folder, "--jobs", 2)
-    assert again.exit_code == 0 and "was there" in again.stderr and " compiled" not in again.stderr
+def test_the_whole_loop(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, checked and timed, chosen, built: nothing of it is faked but the folders, and that one spec is all there is."""
+    registry, schedules = Registry(tmp_path / "registry"), tmp_path / "schedules"
+    schedules.mkdir()
+    monkeypatch.setenv("KDA_TL_REGISTRY", str(registry.root))
+    monkeypatch.setattr("kda_tl.cli.autotune._selected", lambda *_: [SPEC])
+    for module in ("kda_tl.specs.schedules", "kda_tl.tuning.apply"):
+        monkeypatch.setattr(importlib.import_module(module), "schedules_folder", lambda: schedules)
+    tuned = run("autotune", "--arch", "cpu", "--jobs", 2)
+    assert tuned.exit_code == 0, tuned.output
+    assert "compiled" in tuned.stderr and "intracard_merge(" in tuned.stderr and "min left" in tuned.stderr
+    assert "cpu: " in tuned.output and " ok" in tuned.output and f"Built into {registry.root}" in tuned.output
 
-    timed = run("autotune", "--measure", folder)
-    assert timed.exit_code == 0, timed.output
-    assert "cpu: " in timed.output and " ok" in timed.output and "intracard_merge(" in timed.stderr
-    assert "about" in timed.stderr and SPEC.key in timed.output
+    folder = registry.root / "tuning" / "cpu"
     lines = (folder / "timings.jsonl").read_text()
+    chosen = json.loads((schedules / "cpu.json").read_text())["schedules"][SPEC.key]["classes"]
+    assert {one["source"] for one in chosen} == {"measured"}
+    built = [registry.load_meta(one.path)["schedule"] for one in registry.classes("cpu", SPEC.key)]
+    assert built == [one.schedule.as_dict() for one in schedule_classes(SPEC, "cpu")] and len(built) == len(chosen)
 
     resumed = run("autotune", "--measure", folder, "--resume")
     assert resumed.exit_code == 0 and "nothing new" in resumed.output
     assert (folder / "timings.jsonl").read_text() == lines
     reported = run("autotune", "--report", folder)
     assert reported.exit_code == 0 and reported.output.count(SPEC.key) == 2 and "x" in reported.output
+    again = run("autotune", "--apply", folder)
+    assert again.exit_code == 0 and "0 entries changed" in again.output and "Built" not in again.output
 
 
 def plan_of(folder: Path) -> None:
