@@ -12,16 +12,7 @@ from kda_tl.kernels.tiles.gates import inverse_norm, write_strength
 from kda_tl.kernels.tiles.lanes import lanes, sync
 from kda_tl.kernels.tiles.replay import replay_products, stage_log, stage_token
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
-from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.deltalog import DeltaLogPrepSchedule, DeltaLogPrepSpec
-
-
-def candidates(spec: DeltaLogPrepSpec, arch: str) -> list[Candidate]:
-    """By threads of a block: an entry of the log is a warp's job."""
-    shared = (spec.capacity + 1) * (4 * spec.head_dim_k + 4 * spec.decay_size) + 24 * spec.head_dim_k
-    return space(
-        DeltaLogPrepSchedule, lambda schedule: objection(Block(schedule.threads, shared, 72), arch), threads=(64, 128, 256)
-    )
 
 
 def program(spec: DeltaLogPrepSpec, schedule: DeltaLogPrepSchedule, arch: str) -> Any:

@@ -59,7 +59,7 @@ class _Group:
     def job(self) -> Job:
         found = self.spec.candidates
         baselines = [n for n, one in enumerate(found) if one.schedule == self.problem.baseline]
-        rows = tuple((n, found[n].schedule, str(found[n].artifact)) for n in self.open)
+        rows = tuple((n, str(found[n].artifact)) for n in self.open)
         return Job(self.spec.spec, self.problem.problem, rows, baselines[0] if baselines else None, self.best_ms)
 
 

@@ -17,7 +17,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from kda_tl.runtime.driver import driver_version
 from kda_tl.runtime.loader import KernelFunction, load_artifact
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.kernels import spec_of_key
-from kda_tl.specs.schedules import SCHEDULES, Schedule
 from kda_tl.tuning.problems import check_case, full_case
 from kda_tl.tuning.problems_case import Case
 
@@ -50,12 +48,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Job:
-    """Candidates of one spec for one problem: (number, schedule, artifact); `baseline` is the number of one of them, or None.
+    """Candidates of one spec for one problem: (number, artifact); `baseline` is the number of one of them, or None.
     best_ms: of candidates that were timed before."""
 
     spec: str
     problem: Mapping[str, int]
-    candidates: tuple[tuple[int, Mapping[str, Any], str], ...]
+    candidates: tuple[tuple[int, str], ...]
     baseline: int | None
     best_ms: float | None
 
@@ -144,19 +142,18 @@ class _Worker:
             check, full = self.checks[job.spec], full_case(spec, Problem(**job.problem), self.device)
             self.wait()
         except Exception as problem:
-            for number, _, _ in job.candidates:
+            for number, _ in job.candidates:
                 self.pipe.send(Found(number, "crashed", reason=f"the problem could not be made: {_text(problem)}"))
             os._exit(1)
         runners: list[_Runner] = []
-        agreed: dict[object, Mapping[str, Tensor]] = {}
-        for number, fields, artifact in sorted(job.candidates, key=lambda one: one[0] != job.baseline):
-            schedule = SCHEDULES[spec.kernel](**fields)
+        agreed: dict[str, Tensor] = {}
+        for number, artifact in sorted(job.candidates, key=lambda one: one[0] != job.baseline):
             self.pipe.send(At(number, "check"))
             try:
                 function = load_artifact(self.folder, artifact, self.arch, spec.key)
-                error, reason = self.check(function, schedule, check, full, agreed)
+                error, reason = self.check(function, check, full, agreed)
                 if reason is None:
-                    sample = self.sampler(function, schedule, full)
+                    sample = self.sampler(function, full)
             except Exception as problem:
                 self.pipe.send(Found(number, "crashed", reason=_text(problem)))
                 os._exit(1)
@@ -167,31 +164,27 @@ class _Worker:
         agreed.clear()
         self.race(runners, job)
 
-    def check(
-        self, function: KernelFunction, schedule: Schedule, check: Case, full: Case, agreed: dict[object, Mapping[str, Tensor]]
-    ) -> tuple[float, str | None]:
+    def check(self, function: KernelFunction, check: Case, full: Case, agreed: dict[str, Tensor]) -> tuple[float, str | None]:
         """(error, what is wrong). `agreed`: outputs of the first candidate that passed, which the others have to repeat."""
-        self.one_pass(function, schedule, check)
+        self.one_pass(function, check)
         assert check.truth is not None
         error = check.error(check.truth)
         if not error < check.tolerance:
             return error, f"error {error:.1e} against the reference is over {check.tolerance:.0e}"
-        self.one_pass(function, schedule, full)
-        key = full.alike(schedule)
-        if key not in agreed:
-            agreed[key] = {name: tensor.clone() for name, tensor in full.outputs.items()}
-            if all(bool(tensor.isfinite().all()) for tensor in agreed[key].values()):
-                return error, None
-            del agreed[key]
+        self.one_pass(function, full)
+        if agreed:
+            apart = full.error(agreed)
+            if not apart < full.tolerance:
+                return apart, f"differs by {apart:.1e} from the first candidate on the full-size problem"
+        elif not all(bool(tensor.isfinite().all()) for tensor in full.outputs.values()):
             return error, "outputs of the full-size problem are not finite"
-        apart = full.error(agreed[key])
-        if not apart < full.tolerance:
-            return apart, f"differs by {apart:.1e} from the first candidate on the full-size problem"
+        else:
+            agreed.update({name: tensor.clone() for name, tensor in full.outputs.items()})
         return error, None
 
-    def one_pass(self, function: KernelFunction, schedule: Schedule, case: Case) -> None:
-        case.reset(schedule)
-        for arguments in case.calls(schedule):
+    def one_pass(self, function: KernelFunction, case: Case) -> None:
+        case.reset()
+        for arguments in case.calls:
             function(*arguments)
         self.wait()
 
@@ -199,32 +192,27 @@ class _Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def sampler(self, function: KernelFunction, schedule: Schedule, case: Case) -> Callable[[], float]:
+    def sampler(self, function: KernelFunction, case: Case) -> Callable[[], float]:
         """Milliseconds per launch, over as many passes as make a sample that events can time."""
-        calls = case.calls(schedule)
 
         def run(passes: int) -> None:
             for _ in range(passes):
-                for arguments in calls:
+                for arguments in case.calls:
                     function(*arguments)
 
         if self.device.type == "cpu":
-            time_ms, launches = partial(_cpu_ms, partial(run, 1)), len(calls)
+            time_ms, launches = partial(_cpu_ms, partial(run, 1)), len(case.calls)
         else:
             once = _cuda_ms(partial(run, 1))
-            passes = max(1, min(MOST_REPEATS // len(calls), round(SAMPLE_MS / max(once, 1e-3))))
+            passes = max(1, min(MOST_REPEATS // len(case.calls), round(SAMPLE_MS / max(once, 1e-3))))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run(passes)
             graph.replay()
             self.wait()
-            time_ms, launches = partial(_cuda_ms, graph.replay), passes * len(calls)
+            time_ms, launches = partial(_cuda_ms, graph.replay), passes * len(case.calls)
 
-        def sample() -> float:
-            case.ready(schedule)
-            return time_ms() / launches
-
-        return sample
+        return lambda: time_ms() / launches
 
     def race(self, runners: list[_Runner], job: Job) -> None:
         """Round after round over all that are left, so that a device that slows down slows all of them."""

@@ -14,7 +14,7 @@ from kda_tl.registry import Registry
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.deltalog import DeltaLogDecodeSchedule, DeltaLogDecodeSpec, DeltaLogPrepSpec
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 from kda_tl.specs.schedules import Schedule, schedule_for
@@ -57,13 +57,8 @@ def representative(spec: KernelSpec, arch: str) -> KernelSpec | str:
     if isinstance(spec, RecurrentDecodeSpec):
         state = "float32" if spec.state_dtype == "float32" else "bfloat16"
         return replace(spec, head_dim_k=128, dtype=dtype, state_dtype=state)
-    if isinstance(spec, DeltaLogPrepSpec) or (isinstance(spec, DeltaLogDecodeSpec) and spec.prepared):
-        return "the tuner times DeltaLog in one launch"
-    if isinstance(spec, DeltaLogDecodeSpec):
-        if not spec.state_v_first:
-            return "a base [K, V] is read element by element, whatever the schedule"
-        state = "float32" if spec.state_dtype == "float32" or is_cpu else "bfloat16"
-        return replace(spec, state_dtype=state, delta=True, read_first=False)
+    if isinstance(spec, DeltaLogDecodeSpec | DeltaLogPrepSpec):
+        return "DeltaLog is timed over whole merge cycles, by tools/bench_deltalog.py"
     return f"the tuner has no problems for {spec.kernel}"
 
 
@@ -101,9 +96,7 @@ def prepare(
     kept = _planned_before(folder, arch, {spec.key for spec in groups})
     in_force = {spec: _in_force(spec, arch) for spec in groups}
     listed = {spec: _listed(spec, arch, in_force[spec]) for spec in groups}
-    tasks = list(
-        dict.fromkeys((spec, _program_of(s)) for spec, found in listed.items() for s, reason in found if reason is None)
-    )
+    tasks = list(dict.fromkeys((spec, s) for spec, found in listed.items() for s, reason in found if reason is None))
     registry = Registry(folder)
     outcomes: dict[Task, tuple[str | None, str | None]] = {}
     for outcome in compile_each(arch, tasks, registry, jobs):
@@ -148,14 +141,6 @@ def _listed(spec: KernelSpec, arch: str, in_force: Sequence[Schedule]) -> list[t
     return list(found.items())
 
 
-def _program_of(schedule: Schedule) -> Schedule:
-    """What is compiled for a schedule: the interval between folds is a run-time value, one program serves them all."""
-    if isinstance(schedule, DeltaLogDecodeSchedule):
-        default = DeltaLogDecodeSchedule()
-        return replace(schedule, merge_every=default.merge_every, launches=default.launches)
-    return schedule
-
-
 def _judged(
     registry: Registry, result: BuildResult | None, error: Exception | None, in_force: Sequence[Schedule]
 ) -> tuple[str | None, str | None]:
@@ -164,7 +149,7 @@ def _judged(
         return None, f"does not compile: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     meta: dict[str, Any] = registry.load_meta(registry.root / "artifacts" / result.id)
     spilled = sum(usage["spill_stores"] + usage["spill_loads"] for usage in meta.get("resources", []))
-    if spilled > MOST_SPILLED and meta["schedule"] not in [_program_of(schedule).as_dict() for schedule in in_force]:
+    if spilled > MOST_SPILLED and meta["schedule"] not in [schedule.as_dict() for schedule in in_force]:
         return None, f"registers: spills {spilled} bytes"
     return result.id, None
 
@@ -180,7 +165,7 @@ def _planned(
     for schedule, reason in found:
         artifact = None
         if reason is None:
-            artifact, reason = outcomes[spec, _program_of(schedule)]
+            artifact, reason = outcomes[spec, schedule]
         serves = [heir.key for heir in heirs if artifact is not None and rejection(heir, schedule, arch) is None]
         planned.append(PlannedCandidate(schedule.as_dict(), artifact, reason, tuple(serves)))
     sizes = [

@@ -10,7 +10,6 @@ import torch
 
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.decode import RecurrentDecodeSpec
-from kda_tl.specs.deltalog import DeltaLogDecodeSpec
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
@@ -48,8 +47,6 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
         return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (4, 32, 8))]
     if isinstance(spec, RecurrentDecodeSpec):
         return [Problem(batch, 1, 32, 32) for batch in (1, 8, 64, 256)]
-    if isinstance(spec, DeltaLogDecodeSpec) and not spec.prepared:
-        return [Problem(batch, 1, 32, 32, V=spec.head_dim_v) for batch in (8, 64, 256)]
     return []
 
 
@@ -83,14 +80,12 @@ def _of_cpu(spec: KernelSpec) -> list[Problem]:
         return [Problem(1, 256, 1, 1, 2), Problem(1, 256, 2, 2, 4)]
     if isinstance(spec, RecurrentDecodeSpec):
         return [Problem(1, 1, 2, 2), Problem(4, 1, 2, 4)]
-    if isinstance(spec, DeltaLogDecodeSpec) and not spec.prepared:
-        return [Problem(2, 1, 2, 2, V=spec.head_dim_v)]
     return []
 
 
 def check_case(spec: KernelSpec, device: torch.device) -> Case:
     """A small problem with the reference's outputs."""
-    if isinstance(spec, RecurrentDecodeSpec | DeltaLogDecodeSpec):
+    if isinstance(spec, RecurrentDecodeSpec):
         return _case(spec, problems_decode.check_problem(spec), device, CHECK_SEED, exact=True)
     if isinstance(spec, ChunkWySpec | ChunkScanSpec | IntracardPreScanSpec | IntracardMergeSpec):
         return _case(spec, problems_prefill.check_problem(spec), device, CHECK_SEED, exact=True)
@@ -113,6 +108,4 @@ def _case(spec: KernelSpec, problem: Problem, device: torch.device, seed: int, e
         return problems_prefill.merge_case(spec, problem, device, seed, exact)
     if isinstance(spec, RecurrentDecodeSpec):
         return problems_decode.recurrent_case(spec, problem, device, seed, exact)
-    if isinstance(spec, DeltaLogDecodeSpec) and not spec.prepared:
-        return problems_decode.deltalog_case(spec, problem, device, seed, exact)
     raise NotImplementedError(f"the tuner has no problems for {spec.key}")

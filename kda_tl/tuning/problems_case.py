@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kda_tl.specs.schedules import Schedule
-
-__all__ = ["Case", "Random", "absent", "nothing", "relative_error", "tolerance", "torch_dtype"]
-
-Calls = list[tuple[Any, ...]]
+__all__ = ["Case", "Random", "nothing", "relative_error", "tolerance", "torch_dtype"]
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """Attributes:
-    calls: of a schedule: positional arguments of launches that follow one another; a pass is all of them. Where a kernel
-        waits for memory they rotate over enough buffers that none is served from a cache.
-    reset: of a schedule: before a pass whose outputs count: poisons them with NaN, and restores what launches change in place.
+    calls: positional arguments of launches that follow one another; a pass is all of them.
+    reset: before a pass whose outputs count: poisons them with NaN, and restores what launches change in place.
     outputs: what a pass has written, by name.
     truth: the same in float64, from the reference; None for full-size problems, which are held to another candidate's outputs.
     tolerance: of ||out - truth|| / ||truth||, for each of the outputs.
-    alike: of a schedule: schedules with the same value compute the same outputs of a full-size problem.
-    ready: of a schedule: before passes that are timed: brings back what a time depends on, though no output does.
     """
 
-    calls: Callable[[Schedule], Calls]
-    reset: Callable[[Schedule], None]
+    calls: Sequence[tuple[Any, ...]]
+    reset: Callable[[], None]
     outputs: Mapping[str, Tensor]
     truth: Mapping[str, Tensor] | None
     tolerance: float
-    alike: Callable[[Schedule], object] = lambda _: None
-    ready: Callable[[Schedule], None] = lambda _: None
 
     def error(self, truth: Mapping[str, Tensor]) -> float:
         """The largest error of an output; infinite where there is a NaN."""
@@ -80,8 +71,3 @@ class Random:
 def nothing(device: torch.device, dtype: str, rank: int = 1) -> Tensor:
     """One element, for what a kernel does not read."""
     return torch.zeros((1,) * rank, dtype=torch_dtype(dtype), device=device)
-
-
-def absent(device: torch.device, dtype: str, *shape: int) -> Tensor:
-    """Stands for a tensor of that shape that no one reads."""
-    return torch.empty((), dtype=torch_dtype(dtype), device=device).expand(shape)

@@ -7,6 +7,7 @@ a contracting A_inv, since the reference would take minutes for a real one.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def chunk_wy_case(spec: ChunkWySpec, problem: Problem, device: torch.device, see
         if spec.read_first:
             x["bonus"] = bonus.view(H, K)
         truth = _workspace_of(x, Rule(spec.decay, spec.delta, spec.read_first), HV)
-    return Case(lambda _: [call], lambda _: _poison(out), out, truth, tolerance(spec.dtype))
+    return Case([call], partial(_poison, out), out, truth, tolerance(spec.dtype))
 
 
 def _poison(outputs: Tensors) -> None:
@@ -155,7 +156,7 @@ def chunk_scan_case(spec: ChunkScanSpec, problem: Problem, device: torch.device,
             **x, v=w["v"], scale=scale, initial_state=initial, **Rule("per_key", spec.delta).as_dict()  # type: ignore[arg-type]
         )  # fmt: skip
         truth = {"o": o, "final_state": state}
-    return Case(lambda _: [call], lambda _: _poison(out), out, truth, tolerance(spec.dtype))
+    return Case([call], partial(_poison, out), out, truth, tolerance(spec.dtype))
 
 
 def _no_states(random: Random, HV: int, K: int, V: int, rank: int) -> Tensor:
@@ -183,7 +184,7 @@ def pre_scan_case(spec: IntracardPreScanSpec, problem: Problem, device: torch.de
         M, bias = sequence_affine(**inner, cu_seqlens=bounds, decay="per_key", delta=spec.delta)  # type: ignore[arg-type]
         M = M.transpose(-1, -2) if spec.delta else M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
         truth = {"transitions": M.unsqueeze(0), "biases": bias.unsqueeze(0)}
-    return Case(lambda _: [call], lambda _: _poison(out), out, truth, tolerance(spec.dtype))
+    return Case([call], partial(_poison, out), out, truth, tolerance(spec.dtype))
 
 
 def merge_case(spec: IntracardMergeSpec, problem: Problem, device: torch.device, seed: int, exact: bool) -> Case:
@@ -206,9 +207,7 @@ def merge_case(spec: IntracardMergeSpec, problem: Problem, device: torch.device,
         maps = M.double().transpose(-1, -2) if spec.delta else torch.diag_embed(M.double().squeeze(-2))
         states = merge_affine(initial.double(), maps.transpose(0, 1), bias.double().transpose(0, 1))
         truth = {"segment_states": states.transpose(0, 1)}
-    return Case(
-        lambda _: [call], lambda _: _poison(out), out, truth, tolerance(spec.dtype) if spec.dtype == "float32" else 4e-3
-    )
+    return Case([call], partial(_poison, out), out, truth, tolerance(spec.dtype) if spec.dtype == "float32" else 4e-3)
 
 
 def check_problem(spec: ChunkScanSpec | ChunkWySpec | IntracardPreScanSpec | IntracardMergeSpec) -> Problem:

@@ -9,12 +9,11 @@ from built_specs import built_specs
 from kda_tl.registry import Registry
 from kda_tl.runtime.loader import load_artifact
 from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.defaults import default_specs
-from kda_tl.specs.deltalog import DeltaLogDecodeSchedule
 from kda_tl.specs.floors import Problem, cost
-from kda_tl.specs.intracard import IntracardPreScanSpec
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
-from kda_tl.specs.schedules import schedule_for
 from kda_tl.tuning.problems import check_case, full_case, held_out_problems, problems, size_of
 from kda_tl.tuning.problems_case import relative_error
 
@@ -27,14 +26,14 @@ TUNED_ON_CPU = [spec for spec in built_specs("cpu") if problems(spec, "cpu")]
 def test_a_right_kernel_passes_and_a_wrong_one_does_not(cpu_registry: Registry, spec: KernelSpec) -> None:
     path = cpu_registry.find("cpu", spec.key)
     assert path is not None
-    kernel, schedule = load_artifact(cpu_registry.root, path.name, "cpu", spec.key), schedule_for(spec, "cpu")
+    kernel = load_artifact(cpu_registry.root, path.name, "cpu", spec.key)
     case = check_case(spec, CPU)
     assert case.truth is not None and set(case.truth) <= set(case.outputs)
     for _ in range(2):  # a reset undoes what a pass has changed in place
-        case.reset(schedule)
-        for arguments in case.calls(schedule):
+        case.reset()
+        for arguments in case.calls:
             kernel(*arguments)
-        assert case.error(case.truth) < (1e-3 if "float16" in spec.key else 5e-6)
+        assert case.error(case.truth) < 5e-6
     for name, tensor in case.outputs.items():
         if name in case.truth:
             kept = tensor.clone()
@@ -46,9 +45,9 @@ def test_a_right_kernel_passes_and_a_wrong_one_does_not(cpu_registry: Registry, 
 
     full = full_case(spec, problems(spec, "cpu")[-1], CPU)
     assert full.truth is None
-    full.reset(schedule)
+    full.reset()
     assert all(bool(x.isnan().all()) for name, x in full.outputs.items() if name != "pool")
-    for arguments in full.calls(schedule):
+    for arguments in full.calls:
         kernel(*arguments)
     assert all(bool(tensor.isfinite().all()) for tensor in full.outputs.values())
 
@@ -70,21 +69,7 @@ def test_size_of() -> None:
     problem = Problem(sequences=2, tokens=130, H=4, HV=8, segments=3)
     assert size_of(ChunkWySpec(), problem) == 2 * 3 * 8
     assert size_of(ChunkScanSpec(), problem) == size_of(IntracardPreScanSpec(), problem) == 2 * 3 * 8
-    assert size_of(DELTALOG, problem) == 2 * 8
-
-
-DELTALOG = next(spec for spec in default_specs("cpu") if spec.kernel == "deltalog_decode")
-
-
-def test_a_steady_state_of_deltalog_folds_one_slot_of_an_interval() -> None:
-    case = full_case(DELTALOG, Problem(sequences=16, tokens=1, H=1, HV=1), CPU)
-    schedule = DeltaLogDecodeSchedule(merge_every=8)
-    case.reset(schedule)
-    (call,) = case.calls(schedule)
-    cursor = next(x for x in call if isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype == torch.int32)
-    assert cursor[:, 0, 0].tolist() == [[slot % 8, 8] for slot in range(16)]
-    case.ready(schedule)
-    assert call[-3] == 8 and case.alike(schedule) != case.alike(DeltaLogDecodeSchedule(merge_every=4))
+    assert size_of(IntracardMergeSpec(), problem) == size_of(RecurrentDecodeSpec(), problem) == 2 * 8
 
 
 def test_relative_error() -> None:
