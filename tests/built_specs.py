@@ -19,13 +19,14 @@ SPILLED = {128: 4}
 
 CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
 
-ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec()]
+ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec(one_token=True)]
 MORE_FOR_SM_90: list[KernelSpec] = [
     IntracardPreScanSpec(),
     IntracardMergeSpec(),
     ChunkScanSpec(state_dtype="bfloat16"),
     RecurrentDecodeSpec(state_dtype="bfloat16"),
     DeltaLogPrepSpec(),
+    DeltaLogDecodeSpec(),
     DeltaLogDecodeSpec(prepared=True),
 ]
 

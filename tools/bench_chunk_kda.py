@@ -109,7 +109,7 @@ def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: in
     pairs = [(name, wy, next(iter(scans.values()))) for name, wy in wys.items()]
     pairs += [(name, next(iter(wys.values())), scan) for name, scan in scans.items()]
     for name, wy, scan in pairs:
-        for tensor in (*vars(workspace).values(), o, state):
+        for tensor in (*workspace, o, state):
             tensor.fill_(float("nan"))
         run_wy(wy), run_scan(scan)
         error = max(relative_error(o[:, :, :2], ref_o), relative_error(state[:, :2], ref_state))

@@ -128,12 +128,12 @@ def explain(
     try:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         name = dispatcher.device_arch(device) if arch is None else arch
-        inputs = example_inputs(
-            op_named(op), tokens=tokens, batch=1 if batch is None else batch, heads=heads, value_heads=value_heads,
-            head_dim_k=head_dim_k, head_dim_v=head_dim_v, lengths=lengths, shapes=dict(shapes),
-            dtype=getattr(torch, dtype or ("float32" if name == "cpu" else "bfloat16")),
-        )  # fmt: skip
         with dispatcher.assume_arch(name):
+            inputs = example_inputs(
+                op_named(op), tokens=tokens, batch=1 if batch is None else batch, heads=heads, value_heads=value_heads,
+                head_dim_k=head_dim_k, head_dim_v=head_dim_v, lengths=lengths, shapes=dict(shapes),
+                dtype=getattr(torch, dtype or ("float32" if name == "cpu" else "bfloat16")),
+            )  # fmt: skip
             plan = PLANNERS[op](**{**inputs, **dict(options)})
             click.echo(json.dumps(_as_dict(plan), indent=2) if as_json else str(plan))
     except (RegistryError, KdaTlError, ValueError, TypeError, NotImplementedError) as error:

@@ -10,21 +10,23 @@ With the state S before the chunk and what chunk_wy stored, per chunk:
 S stays in registers in float32. The same program serves every rule; without the delta correction u is v.
 
 Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
-NVIDIA H200. Three were counted, two of them built and timed, the lean one in code that has gone since; milliseconds of
-chunk_wy + chunk_scan at 96 and 32 heads:
+NVIDIA H200. Three were counted and timed, the lean one in code that has gone since, the scan of the wide one with W and U from
+torch; milliseconds of chunk_wy + chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.92 + 0.41   0.31 + 0.17
-    wide    W and U in place of A_inv and k_decayed, v                        8.5 + 5.5     not built
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.62 + 0.37   0.23 + 0.17
+    wide    W and U in place of A_inv and k_decayed, v                        9.5 + 5.5        ? + 0.33      ? + 0.16
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
-it a chunk takes 1.3 (V tile 32) to 2.8 (128), the plain variant went from 7.3 to 1.4 ms, and every rule, gate and norm is
-chunk_wy's business alone. The wide plan would save the scan one product in its chain, about 0.2 microseconds, and round W to
-an operand where the residual here is float32. A cluster whose V tiles share what they load has nothing left to share but loads
-that come from L2; it compiles and runs (T.tma_copy with cluster_mask, T.mbarrier_expect_tx on the ranks that receive).
-What limits the scan now is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads
-and V tile 128; what limits chunk_wy is its number of instructions, 37,000 of a warp per chunk, 40 % of them addresses of
-swizzled stores: padded rows with mma in place of wgmma need 14 % fewer and take as long, bound by ldmatrix.
+it a chunk takes 1.3 (V tile 32) to 2.9 (128), the plain variant went from 7.3 to 1.4 ms, and every rule, gate and norm is
+chunk_wy's business alone. The wide scan saves 0.033 and 0.008 ms, one product of its chain; chunk_wy would have to read v and
+write U for it, 0.071 and 0.024 ms at a copy's bandwidth before it computes anything.
+A cluster of blocks that hold a head's V tiles and load once what all of them read (T.tma_copy with cluster_mask, stages handed
+back by remote arrivals) gives the same bits and no time: 0.49 for 0.47 ms with V tile 32 and clusters of two, 0.66 with four,
+whether one block loads for all or each a part. So loads are not the limit.
+What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
+tile 128. What limits chunk_wy is issue: 23,000 instructions of a warp per chunk, 2.0 of 4 per cycle with the 16 warps that 128
+registers allow, and 41 % of the memory's time; the rest of the cycles goes to barriers, loads and short dependences alike.
 The times of the gated plan are those of `tools/bench_chunk_kda.py`, shares and counts those of a profile (ncu).
 """
 

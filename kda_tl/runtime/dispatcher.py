@@ -248,8 +248,9 @@ def _scheduled(registry: Registry, served: Served, choice: Choice) -> SizeClass:
         ) from None
 
 
-_kernels: dict[tuple[KernelSpec, str, torch.device, object], tuple[tuple[int, ...], list[KernelFunction | None]]] = {}
-"""Largest sizes of all classes but the last, and the kernel of every class that was used."""
+_kernels: dict[tuple[str, str, torch.device, object], tuple[tuple[int, ...], list[KernelFunction | None]]] = {}
+"""By spec.key, a string, which knows its hash: largest sizes of all classes but the last, and the kernel of every class that
+was used."""
 _lock = threading.Lock()
 
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # as in the loader
@@ -267,7 +268,7 @@ def kernel(spec: KernelSpec, arch_name: str, device: torch.device, size: int = L
         UnsupportedDevice: it needs more shared memory than the device has.
         ValueError: KDA_TL_ON_MISS or KDA_TL_NVTX has a value that does not exist.
     """
-    found = _kernels.get((spec, arch_name, device, environment.registry_setting()))
+    found = _kernels.get((spec.key, arch_name, device, environment.registry_setting()))
     if found is not None:
         function = found[1][bisect_left(found[0], size)]
         if function is not None:
@@ -278,7 +279,7 @@ def kernel(spec: KernelSpec, arch_name: str, device: torch.device, size: int = L
 
 def _first_use(spec: KernelSpec, arch_name: str, device: torch.device, size: int) -> KernelFunction:
     build = environment.on_miss() == "build"
-    key = (spec, arch_name, device, environment.registry_setting())
+    key = (spec.key, arch_name, device, environment.registry_setting())
     with _lock:
         found = _kernels.get(key)
         function = None if found is None else found[1][bisect_left(found[0], size)]
