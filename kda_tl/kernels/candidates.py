@@ -46,11 +46,13 @@ def chunk_wy_candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
         rows = C // schedule.parts
         held = rows * (2 + 3 * width // 2) if spec.decay == "per_key" else rows * (2 + width)
         operands = C * K * 3 // 2 * width
-        shared = operands + 2 * C * C * 4 + 3 * schedule.parts * K * 4 + (K + 4 * C) * 4
+        if arch == "sm_90" and width == 2:  # two stages, in columns of 8 with a row more than there are
+            operands = 2 * K * (C + 1 + C // 2 + 1) * width
+        shared = operands + 2 * C * (C + 8) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
         return objection(Block(threads, shared, held + 32, schedule.min_blocks), arch, spare=2)
 
     if arch_row(arch).is_cpu:
-        return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=(1,))
+        return space(ChunkWySchedule, judge, parts=(2, 4, 8))
     return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=(1, 2, 3, 4))
 
 
@@ -69,7 +71,7 @@ def deltalog_decode_candidates(spec: DeltaLogDecodeSpec, arch: str) -> list[Cand
         width = 2 if spec.dtype != "float32" else 4
         shared = (capacity + 1) * (K * width + D * 4 + schedule.block_v * 4) + (5 * K + D + schedule.block_v) * 4 + 256
         strided = 0 if spec.state_v_first else 80  # an address per element
-        return objection(Block(schedule.threads, shared, held + 64 + strided, schedule.min_blocks), arch, spare=1)
+        return objection(Block(schedule.threads, shared, held + 32 + strided, schedule.min_blocks), arch, spare=1)
 
     if arch_row(arch).is_cpu:
         return space(DeltaLogDecodeSchedule, judge, block_v=(32, 64), merge_every=(4, 8))

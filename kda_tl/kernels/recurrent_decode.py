@@ -43,7 +43,7 @@ def candidates(spec: RecurrentDecodeSpec, arch: str) -> list[Candidate]:
         return objection(Block(schedule.threads, 4 * (3 * K + 16), held + 56, schedule.min_blocks), arch, spare=1)
 
     if arch_row(arch).is_cpu:
-        return space(RecurrentDecodeSchedule, judge, lanes_k=(4, 8, 16), values=(4, 8))
+        return space(RecurrentDecodeSchedule, judge, lanes_k=(4, 8, 16), values=(4, 8), min_blocks=(1,))
     return space(RecurrentDecodeSchedule, judge, threads=(128, 256), lanes_k=(4, 8, 16, 32), values=(4, 8),
                  min_blocks=(1, 2, 3, 4, 5, 6, 7, 8))  # fmt: skip
 

@@ -19,7 +19,7 @@ __all__ = ["IDLE", "Block", "Candidate", "objection", "space"]
 MULTIPROCESSOR_REGISTERS = 65536
 MOST_REGISTERS = 255
 IDLE = "idle:"
-"""How the reason of a schedule begins that is legal, and leaves a multiprocessor idle by the same estimate."""
+"""How the reason of a schedule begins that can be built and run, and leaves a part of every multiprocessor idle."""
 BLOCK_RESERVE = 1024
 """Bytes of shared memory that the system takes of every block."""
 
@@ -74,9 +74,12 @@ def objection(block: Block, arch: str, spare: int | None = None) -> str | None:
     together = block.min_blocks * (block.shared_memory + BLOCK_RESERVE)
     if together > row.multiprocessor_shared_memory:
         available = row.multiprocessor_shared_memory
-        return f"shared memory: {block.min_blocks} blocks need {together} bytes, a multiprocessor has {available}"
+        return f"{IDLE} {block.min_blocks} blocks need {together} bytes of shared memory, a multiprocessor has {available}"
     if block.min_blocks * block.threads > row.multiprocessor_threads:
-        return f"threads: {block.min_blocks} blocks of {block.threads}, a multiprocessor runs {row.multiprocessor_threads}"
+        most = row.multiprocessor_threads
+        return (
+            f"{IDLE} registers are kept for {block.min_blocks} blocks of {block.threads} threads, a multiprocessor runs {most}"
+        )
     allowed = min(MOST_REGISTERS, MULTIPROCESSOR_REGISTERS // (block.min_blocks * block.threads) // 8 * 8)
     if block.registers > allowed:
         return f"registers: a thread needs about {block.registers}, {block.min_blocks} x {block.threads} threads get {allowed}"
