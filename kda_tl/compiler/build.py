@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.kernels import KernelSpec
 from kda_tl.specs.schedules import Schedule, SizeClass, schedule_classes
 
-__all__ = ["BuildResult", "build"]
+__all__ = ["BuildResult", "build", "compile_each", "compiler_versions"]
 
 Task = tuple[KernelSpec, Schedule]
 
@@ -192,3 +192,31 @@ def _identity(program: Any, spec: KernelSpec, schedule: Schedule, row: Arch) -> 
         ARTIFACT_FORMAT,
     ]
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def compile_each(
+    arch: str, tasks: Sequence[Task], registry: Registry, jobs: int | None = None
+) -> Iterator[Outcome[Task, BuildResult]]:
+    """Stores the artifact of each (spec, schedule), several schedules of one spec too, and publishes none of them: the manifest
+    names only the libraries that they load with. Outcomes come in the order in which they finish, failures among them; when the
+    caller stops early, what had finished is kept.
+
+    Raises:
+        BuildError: TileLang or a compiler is missing.
+    """
+    require_tilelang()
+    row = arch_row(arch)
+    _versions(row)
+    if not row.is_cpu:
+        registry.publish(arch, {}, put_support(registry))
+    compile_one = partial(_build_one, arch=arch, root=str(registry.root))
+    try:
+        with closing(run_tasks(compile_one, tasks, max(1, min(jobs or os.cpu_count() or 1, len(tasks))))) as outcomes:
+            yield from outcomes
+    finally:
+        remove_stale(registry.root / "artifacts")
+
+
+def compiler_versions(arch: str) -> dict[str, str]:
+    """Of the package, TileLang and the compilers, as artifacts of `arch` record them."""
+    return _versions(arch_row(arch))

@@ -4,9 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ARCHS", "Arch", "ProvisionalArch", "arch", "archs_for_capability", "provisional_arch"]
+__all__ = ["ARCHS", "Arch", "ProvisionalArch", "Rates", "arch", "archs_for_capability", "provisional_arch"]
 
 KIB = 1024
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device of an arch does in a second, for floors (`kda_tl.specs.floors`).
+
+    Attributes:
+        device: whose rates these are.
+        bytes: of memory traffic, read and written.
+        tensor_flops: of dense products with 16-bit operands and float32 sums.
+        float32_flops: outside of the tensor cores.
+        exponentials: exp2, log2, reciprocals and their like: 16 per multiprocessor and clock.
+        measured: `bytes` and `tensor_flops` are of a copy of 4 GiB and a product of 8192 x 8192 matrices on such a device; else
+            from its data sheet. The other two are clocks times units everywhere.
+    """
+
+    device: str
+    bytes: float
+    tensor_flops: float
+    float32_flops: float
+    exponentials: float
+    measured: bool
 
 
 @dataclass(frozen=True)
@@ -17,10 +39,12 @@ class Arch:
         name: what users write, `kda-tl build --arch NAME`.
         compiler_arch: what the compiler gets. sm_90 is compiled as sm_90a: plain sm_90 has no wgmma, TMA or setmaxnreg.
         shared_memory: bytes that one block may use.
+        multiprocessor_shared_memory, multiprocessor_threads: bytes and threads of all blocks of a multiprocessor together.
         exact: True where the code runs on that compute capability only; False where the artifact carries PTX for newer GPUs.
         capability: the lowest compute capability that the artifact runs on; None for the cpu.
         min_driver: the lowest NVIDIA driver (major version) that loads what nvcc 13 makes.
         measured: False where the code compiles and nothing more is known: no such device has run it, and no schedule was timed.
+        rates: of the usual device; None where nobody has looked them up.
     """
 
     name: str
@@ -30,21 +54,28 @@ class Arch:
     capability: tuple[int, int] | None
     min_driver: int | None
     measured: bool = True
+    multiprocessor_shared_memory: int = 0
+    multiprocessor_threads: int = 2048
+    rates: Rates | None = None
 
     @property
     def is_cpu(self) -> bool:
         return self.capability is None
 
 
+A100 = Rates("NVIDIA A100 80GB", 2.039e12, 312e12, 19.5e12, 108 * 16 * 1.41e9, measured=False)
+L40S = Rates("NVIDIA L40S", 0.864e12, 362e12, 91.6e12, 142 * 16 * 2.52e9, measured=False)
+H200 = Rates("NVIDIA H200", 4.3e12, 790e12, 132 * 256 * 1.98e9, 132 * 16 * 1.98e9, measured=True)
+
 ARCHS: dict[str, Arch] = {
     row.name: row
     for row in (
-        Arch("sm_80", "sm_80", 163 * KIB, False, (8, 0), 580),
-        Arch("sm_89", "sm_89", 99 * KIB, False, (8, 9), 580),
-        Arch("sm_90", "sm_90a", 227 * KIB, True, (9, 0), 580),
+        Arch("sm_80", "sm_80", 163 * KIB, False, (8, 0), 580, True, 164 * KIB, 2048, A100),
+        Arch("sm_89", "sm_89", 99 * KIB, False, (8, 9), 580, True, 100 * KIB, 1536, L40S),
+        Arch("sm_90", "sm_90a", 227 * KIB, True, (9, 0), 580, True, 228 * KIB, 2048, H200),
         # Without the suffix a: what needs it (tcgen05) is not used, and plain code runs on 10.3, 12.1 and later ones as well.
-        Arch("sm_100", "sm_100", 227 * KIB, False, (10, 0), 580, measured=False),
-        Arch("sm_120", "sm_120", 99 * KIB, False, (12, 0), 580, measured=False),
+        Arch("sm_100", "sm_100", 227 * KIB, False, (10, 0), 580, False, 228 * KIB, 2048),
+        Arch("sm_120", "sm_120", 99 * KIB, False, (12, 0), 580, False, 100 * KIB, 1536),
         Arch("cpu", "c", 0, True, None, None),
     )
 }
