@@ -5,9 +5,9 @@
 
 One token per request, bfloat16 activations, K = V = 128, 32 value heads; gate, l2 norm and sigmoid in the kernel. A CUDA graph
 holds a whole merge cycle of four layers, whose buffers rotate so that nothing is served from L2, with cursors staggered over
-the requests; printed is the median over replays, in milliseconds per layer and step. The floor is the step's traffic at the
-faster of a copy and a read-only stream, both measured in the same run. Without DIR, the registry of the search path is
-measured."""
+the requests; printed is the median over replays, in milliseconds per layer and step. The floor is that of
+`kda_tl.specs.floors` at the faster of a copy and a read-only stream, both measured in the same run. Without DIR, the registry
+of the search path is measured."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
 
 from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
 from kda_tl.specs.deltalog import RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec  # noqa: E402
+from kda_tl.specs.floors import Cost, Problem, cost, floor_ms  # noqa: E402
 
 ARCH, HV, K, V, LAYERS = "sm_90", 32, 128, 128, 4
 HEADS = {"kda": 32, "gdn": 16, "rwkv6": 32}
@@ -93,16 +94,10 @@ def bandwidths() -> tuple[float, float]:
     return copy, read
 
 
-def step_bytes(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int) -> float:
-    """Traffic of one step of one layer: base, log, activations; cursors and indices are left out."""
-    decay = K if rule != "gdn" else 1
-    entry = 2 * K + 4 * V + 4 * decay
-    base = K * V * state_dtype.itemsize * (1 + 1 / merge_every)
-    if state_dtype == torch.bfloat16:
-        base += 2 * K * V / 2 / merge_every  # the low bits, read and written by folds
-    log = entry * (merge_every - 1) / 2 + entry * (merge_every - 1) / merge_every
-    inputs = 2 * (2 * K * HEADS[rule] / HV + V + decay + V)
-    return batch * HV * (base + log + inputs)
+def step_cost(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int) -> Cost:
+    """Of one step of one layer."""
+    spec = DeltaLogDecodeSpec(K, V, state_dtype=str(state_dtype).removeprefix("torch."), **RULES[rule])  # type: ignore[arg-type]
+    return cost(spec, Problem(batch, 1, HEADS[rule], HV, V=V), DeltaLogDecodeSchedule(merge_every=merge_every))
 
 
 def inputs_of(rule: str, batch: int, seed: int) -> dict[str, Any]:
@@ -169,7 +164,7 @@ def measure(root: Path | None, options: argparse.Namespace) -> None:
             error = check(rule, BASES[base], 64, interval, options.launches)
             for batch in options.batches:
                 ms, every = measure_row(rule, BASES[base], batch, interval, options.launches)
-                floor = step_bytes(rule, BASES[base], batch, every) / max(copy, read) * 1e3
+                floor = floor_ms(step_cost(rule, BASES[base], batch, every), ARCH, max(copy, read))
                 row = {"variant": name, "rule": rule, "base": base, "launches": options.launches, "merge_every": every}
                 rows.append({**row, "batch": batch, "error_of_limit": error, "ms": ms, "floor_ms": floor})
                 print(

@@ -1,7 +1,7 @@
 """The native libraries that every CUDA artifact needs beside itself, collected into the registry.
 
 A machine that only calls has apache-tvm-ffi but no TileLang. So TVM's small runtime and its driver stubs are taken from
-TileLang's wheel, and our own TMA helper is compiled beside them; with these a registry is complete.
+TileLang's wheel, and our own helpers are compiled beside them; with these a registry is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kda_tl.compiler.errors import BuildError
 from kda_tl.compiler.toolchain import cxx_compiler, require_tilelang, version_line
 from kda_tl.registry import Registry
 
-__all__ = ["NOTICES", "notice", "put_support"]
+__all__ = ["NOTICES", "compile_helper", "notice", "put_support"]
 
 RUNTIME_LIBRARIES = (
     "libtvm_runtime.so",
@@ -27,7 +27,7 @@ RUNTIME_LIBRARIES = (
     "libstub_ascendcl.so",
     "libstub_nvrtc.so",
 )
-HELPER_SOURCE = Path(__file__).parent / "native" / "tensormap.cc"
+HELPER_SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("tensormap.cc", "launches.cc"))
 HELPER_LIBRARY = "libkda_tl_native.so"
 HELPER_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
 NOTICES = ("NOTICE", "LICENSE")
@@ -58,10 +58,10 @@ def put_support(registry: Registry) -> str:
         "helper": HELPER_LIBRARY,
     }
     made_from = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    made_from[HELPER_LIBRARY] = hashlib.sha256(HELPER_SOURCE.read_bytes()).hexdigest()
+    made_from |= {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in HELPER_SOURCES}
     identity = hashlib.sha256(json.dumps([made_from, HELPER_FLAGS, meta], sort_keys=True).encode()).hexdigest()[:32]
     if not registry.has("support", identity):
-        registry.put("support", identity, {**files, HELPER_LIBRARY: _compile_helper()}, meta)
+        registry.put("support", identity, {**files, HELPER_LIBRARY: compile_helper()}, meta)
     return identity
 
 
@@ -74,14 +74,15 @@ def notice(name: str) -> Path:
     raise BuildError(f"{name} is neither at the root of the checkout nor in {package / '_notices'}: reinstall kda-tl")
 
 
-def _compile_helper() -> bytes:
+def compile_helper() -> bytes:
+    """The library of our own native functions. Raises BuildError where the compiler fails."""
     from tvm_ffi import libinfo
 
     with tempfile.TemporaryDirectory(prefix="kda-tl-") as folder:
         output = Path(folder) / HELPER_LIBRARY
         includes = [f"-I{path}" for path in libinfo.include_paths()]
         # No rpath: the process has loaded libtvm_ffi.so before this library, and its soname is enough.
-        command = [cxx_compiler(), *HELPER_FLAGS, "-o", str(output), str(HELPER_SOURCE), *includes,
+        command = [cxx_compiler(), *HELPER_FLAGS, "-o", str(output), *map(str, HELPER_SOURCES), *includes,
                    f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi", "-ldl"]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:

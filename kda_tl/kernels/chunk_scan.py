@@ -10,21 +10,23 @@ With the state S before the chunk and what chunk_wy stored, per chunk:
 S stays in registers in float32. The same program serves every rule; without the delta correction u is v.
 
 Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
-NVIDIA H200. Three were counted, two of them built and timed, the lean one in code that has gone since; milliseconds of
-chunk_wy + chunk_scan at 96 and 32 heads:
+NVIDIA H200. Three were counted and timed, the lean one in code that has gone since, the scan of the wide one with W and U from
+torch; milliseconds of chunk_wy + chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.92 + 0.41   0.31 + 0.17
-    wide    W and U in place of A_inv and k_decayed, v                        8.5 + 5.5     not built
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.62 + 0.37   0.23 + 0.17
+    wide    W and U in place of A_inv and k_decayed, v                        9.5 + 5.5        ? + 0.33      ? + 0.16
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
-it a chunk takes 1.3 (V tile 32) to 2.8 (128), the plain variant went from 7.3 to 1.4 ms, and every rule, gate and norm is
-chunk_wy's business alone. The wide plan would save the scan one product in its chain, about 0.2 microseconds, and round W to
-an operand where the residual here is float32. A cluster whose V tiles share what they load has nothing left to share but loads
-that come from L2; it compiles and runs (T.tma_copy with cluster_mask, T.mbarrier_expect_tx on the ranks that receive).
-What limits the scan now is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads
-and V tile 128; what limits chunk_wy is its number of instructions, 37,000 of a warp per chunk, 40 % of them addresses of
-swizzled stores: padded rows with mma in place of wgmma need 14 % fewer and take as long, bound by ldmatrix.
+it a chunk takes 1.3 (V tile 32) to 2.9 (128), the plain variant went from 7.3 to 1.4 ms, and every rule, gate and norm is
+chunk_wy's business alone. The wide scan saves 0.033 and 0.008 ms, one product of its chain; chunk_wy would have to read v and
+write U for it, 0.071 and 0.024 ms at a copy's bandwidth before it computes anything.
+A cluster of blocks that hold a head's V tiles and load once what all of them read (T.tma_copy with cluster_mask, stages handed
+back by remote arrivals) gives the same bits and no time: 0.49 for 0.47 ms with V tile 32 and clusters of two, 0.66 with four,
+whether one block loads for all or each a part. So loads are not the limit.
+What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
+tile 128. What limits chunk_wy is issue: 23,000 instructions of a warp per chunk, 2.0 of 4 per cycle with the 16 warps that 128
+registers allow, and 41 % of the memory's time; the rest of the cycles goes to barriers, loads and short dependences alike.
 The times of the gated plan are those of `tools/bench_chunk_kda.py`, shares and counts those of a profile (ncu).
 """
 
@@ -36,8 +38,56 @@ from kda_tl.kernels.tiles.chunks import locate_segment
 from kda_tl.kernels.tiles.products import product
 from kda_tl.kernels.tiles.scaling import range_scale
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
+
+# Registers of the warp-specialized roles: a V tile of 128 needs more where values are, and loads make do with fewer.
+ROLES = (208, 120, 112, 64)
+WIDE_ROLES = (208, 152, 112, 40)
+
+
+def candidates(spec: ChunkScanSpec, arch: str) -> list[Candidate]:
+    """The plain variant everywhere, in one form where the warp-specialized one runs, which is three times as fast."""
+    if arch_row(arch).is_cpu:
+        return space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), block_v=(32, 64, 128))
+    two_variants = arch == "sm_90" and spec.operand_dtype == "float16"
+    threads, columns = ((128,), (64,)) if two_variants else ((128, 256), (16, 32, 64, 128))
+    found = space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("plain",), threads=threads,
+                  block_v=columns)  # fmt: skip
+    for block_v in (16, 32, 64, 128):
+        names = ("state_registers", "value_registers", "output_registers", "load_registers")
+        roles = {name: (count,) for name, count in zip(names, WIDE_ROLES if block_v == 128 else ROLES, strict=True)}
+        found += space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("warp_specialized",),
+                       block_v=(block_v,), stages=(2, 3, 4), **roles)  # fmt: skip
+    return found
+
+
+def judge(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> str | None:
+    """Why a schedule is not legal; None where it is."""
+    C, K, V, block_v, width = spec.chunk_size, spec.head_dim_k, spec.head_dim_v, schedule.block_v, 2
+    narrow = spec.operand_dtype == "float16"
+    if V % block_v:
+        return f"divisibility: block_v {block_v} does not divide V = {V}"
+    if schedule.variant == "plain":
+        width = 2 if narrow else 4
+        shared = (K * block_v + C * K + C * C + C * block_v) * width + 64
+        # Accumulators of the state, the residual and the output; float32 products keep operands in registers too.
+        held = (K + 2 * C) * block_v // schedule.threads * (1 if narrow else 2)
+        return objection(Block(schedule.threads, shared, held + 40), arch)
+    if arch != "sm_90":
+        return "warp_specialized: runs on sm_90 alone"
+    if not narrow:
+        return "warp_specialized: its products take 16-bit operands"
+    per_stage = (3 if spec.delta else 2) * C * K + C * block_v + (2 if spec.delta else 1) * C * C
+    shared = width * (schedule.stages * per_stage + K * block_v + 2 * C * block_v) + 8 * K + 512
+    column = block_v / 128  # accumulator registers of a warpgroup per row of a tile
+    needs = {"state": K * column + 56, "value": 1.5 * C * column + 48, "output": C * column + 40}
+    for role, needed in needs.items():
+        if needed > (given := getattr(schedule, f"{role}_registers")):
+            return f"registers: a thread of the {role} role needs about {needed:.0f}, the schedule gives it {given}"
+    return objection(Block(512, shared, 128), arch)
 
 
 def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:

@@ -20,13 +20,15 @@ import tilelang.language as T
 from kda_tl.kernels.tiles.chunks import locate_chunk
 from kda_tl.kernels.tiles.decay_products import PartSums, decay_products
 from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
-from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, run_time_strides
+from kda_tl.kernels.tiles.operands import LevelOperands
+from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, barrier, run_time_strides
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
+from kda_tl.kernels.tiles.warp_sums import sum_over_warp
 from kda_tl.specs.gates import GateForm
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
 
-LOAD_BATCH = 8  # rows that a thread has in flight
+BANK_ROWS = 8  # columns more than needed, so that eight rows of float32 lie in different banks
 
 
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
@@ -77,6 +79,9 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
         with T.Kernel(slots * HV, threads=parts * K // 2) as block:
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
+                # Barriers stand where they must. TileLang's own analysis puts one between any two stores that it cannot tell
+                # apart, and takes a third of the time to compile. Then no buffer may lie where another one was, either.
+                T.annotate_pass_configs({"tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True})
             assume_multiples(q_strides, 8)
             assume_multiples(k_strides, 8)
             if per_key:
@@ -89,28 +94,28 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
                 decay = t.column_pairs(C, K, "float32", parts)
-                raw_g = t.column_pairs(C, K, gate_dtype, parts)
-                raw = t.column_pairs(2 * LOAD_BATCH * parts, K, dtype, parts)
-                wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 q_rows = t.column_pairs(C, K, operand_dtype, parts)
                 k_rows = t.column_pairs(C, K, operand_dtype, parts)
+                raw_g = decay if gate_dtype == "float32" else t.column_pairs(C, K, gate_dtype, parts)
+                raw_q = q_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+                raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+                wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 norms = t.shared((2, C), "float32")
+                row_norms = T.alloc_local((2, size), "float32")
+                squares = t.shared((2, K // 64, C), "float32")
                 log_decays = t.shared((C,), "float32")  # of a scalar decay
                 sums = PartSums(
                     t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
                 )
                 beta_tile = t.shared((C,), "float32")
                 bonus_row = t.shared((K,), "float32")
-                left = t.shared((C, K), operand_dtype)
-                right = t.shared((C // 2, K), operand_dtype)
-                kk = t.shared((C, C), "float32")
-                qk = t.shared((C, C), "float32")
-                product = t.fragment((C, C // 2), "float32")
+                operands = LevelOperands.allocate(t, C, K, operand_dtype, parts * K // 2)
+                kk = t.shared((C, C + BANK_ROWS), "float32")
+                qk = t.shared((C, C + BANK_ROWS), "float32")
                 rate = T.alloc_var("float32", init=0.0)
 
                 if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
                     rate = gate_rate(A_log[value_head])
-                # Rows past the end read the last one instead, and then count for nothing: without a branch loads go in batches.
                 if scalar:
                     for i in t.parallel(C):
                         x = T.alloc_var("float32", init=0.0)
@@ -118,10 +123,8 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                         if gate_form != int(GateForm.IDENTITY):
                             x = log_decay(gate_form, x + dt_bias[value_head], rate, lower_bound)
                         log_decays[i] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
-                for i in t.parallel(C):
-                    norms[0, i] = T.if_then_else(i < rows, 1.0, 0.0)
-                    norms[1, i] = T.if_then_else(i < rows, 1.0, 0.0)
-                    if delta:
+                if delta:
+                    for i in t.parallel(C):
                         if i < rows:
                             beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
                         else:
@@ -129,36 +132,39 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 if read_first:
                     for d in t.parallel(K):
                         bonus_row[d] = bonus[head * K + d]
-                if normalize != 0:
-                    store_norms(t, q, k, norms, batch, start, head, rows, C, K, parts * K // 64)
+                for part, pair in t.each_column_pair(K, parts):
+                    first_row = T.alloc_var("int64", init=0)
+                    first_row = start + part * size
+                    if rows == C:
+                        load_rows(
+                            t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, 0, C, head, value_head, part, pair, size, per_key
+                        )
+                    else:
+                        load_rows(t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, part * size, rows, head, value_head,
+                                  part, pair, size, per_key)  # fmt: skip
+                store_norms(t, raw_q, raw_k, squares, norms, rows, normalize, C, K, parts)
                 for part, pair in t.each_column_pair(K, parts):
                     whole = T.alloc_local((2,), "float32")
                     for j in t.pair():
                         whole[j] = 0.0
-                    for first in list(range(0, size, LOAD_BATCH)):
-                        for r in T.unroll(LOAD_BATCH):
-                            i = start + T.min(part * size + first + r, rows - 1)
-                            if per_key:
-                                for j in t.pair():
-                                    raw_g[t.at(part, pair, first + r, j)] = g[batch, i, value_head, pair * 2 + j]
-                            for j in t.pair():
-                                raw[t.at(part, pair, r, j)] = k[batch, i, head, pair * 2 + j]
-                            for j in t.pair():
-                                raw[t.at(part, pair, LOAD_BATCH + r, j)] = q[batch, i, head, pair * 2 + j]
-                        for r in T.unroll(LOAD_BATCH):
-                            row = first + r
-                            for j in t.pair():
-                                wide[j] = raw[t.at(part, pair, r, j)]
-                            for j in t.pair():
-                                k_rows[t.at(part, pair, row, j)] = wide[j] * norms[1, part * size + row]
-                            for j in t.pair():
-                                wide[j] = raw[t.at(part, pair, LOAD_BATCH + r, j)]
-                            for j in t.pair():
-                                q_rows[t.at(part, pair, row, j)] = wide[j] * norms[0, part * size + row]
+                    for side in list(range(2)):
+                        for first in list(range(0, size, 4)):
+                            for s in T.vectorized(4):
+                                row_norms[side, first + s] = norms[side, part * size + first + s]
+                    for r in T.unroll(size):
+                        for j in t.pair():
+                            wide[j] = raw_k[t.at(part, pair, r, j)]
+                        for j in t.pair():
+                            k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, r]
+                        for j in t.pair():
+                            wide[j] = raw_q[t.at(part, pair, r, j)]
+                        for j in t.pair():
+                            q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, r]
                     if per_key:
-                        for r in T.unroll(size):
-                            for j in t.pair():
-                                decay[t.at(part, pair, r, j)] = raw_g[t.at(part, pair, r, j)]
+                        if gate_dtype != "float32":
+                            for r in T.unroll(size):
+                                for j in t.pair():
+                                    decay[t.at(part, pair, r, j)] = raw_g[t.at(part, pair, r, j)]
                         if gate_form != int(GateForm.IDENTITY):
                             activate(t, decay, dt_bias, value_head * K, gate_form, rate, lower_bound, part, pair, size)
                     for r in T.unroll(size):
@@ -184,16 +190,16 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                         sums.rest[part, pair * 2 + j] = whole[j]
                     for j in t.pair():
                         sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
-                for i, j in t.parallel(C, C):
-                    kk[i, j] = 0.0
-                    qk[i, j] = 0.0
+                barrier(t)
                 store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
                             C, K, parts, delta, read_first)  # fmt: skip
-                decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
+                decay_products(t, q_rows, k_rows, decay, sums, operands, qk, kk, C, K, parts,
                                bonus_row if read_first else None)  # fmt: skip
+                barrier(t)
                 for i, j in t.parallel(C, C):
-                    P[slot, value_head, i, j] = qk[i, j]
+                    P[slot, value_head, i, j] = T.Select(j <= i, qk[i, j], T.float32(0.0))
                 if delta:
+                    barrier(t)
                     unit_lower_inverse(t, kk, beta_tile, qk, C, parts * K // 2)
                     for i, j in t.parallel(C, C):
                         A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
@@ -202,52 +208,85 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
 
 
 @T.macro
-def store_norms(t, q, k, norms, batch, start, head, rows, C, K, warps):
-    """norms[0], norms[1]: inverse l2 norms of the rows of q and k; 0 past the end."""
+def load_rows(
+    t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, behind, rows, head, value_head, part, pair, size, per_key
+):  # fmt: skip
+    """A thread's rows of k, q and g, all in flight together. first_row: token of the part's first row, 64 bits wide.
+
+    Rows past the end (behind + row >= rows) read the last one instead, and then count for nothing: a branch around each load
+    would make it wait for the one before. A whole chunk passes constants, and its addresses are one sum each.
+    """
+    for r in T.unroll(size):
+        i = T.min(behind + r, rows - 1) - behind
+        for j in t.pair():
+            raw_k[t.at(part, pair, r, j)] = k[batch, first_row + i, head, pair * 2 + j]
+        for j in t.pair():
+            raw_q[t.at(part, pair, r, j)] = q[batch, first_row + i, head, pair * 2 + j]
+        if per_key:
+            for j in t.pair():
+                raw_g[t.at(part, pair, r, j)] = g[batch, first_row + i, value_head, pair * 2 + j]
+
+
+@T.macro
+def store_norms(t, raw_q, raw_k, squares, norms, rows, normalize, C, K, parts):
+    """norms[0], norms[1]: the factors of the rows of q and k; 0 past the end. squares: scratch, shared [2, K / 64, C]."""
+    size = C // parts
     if t.is_cpu:
-        for i in T.serial(rows):
-            q_squares = T.alloc_var("float32", init=0.0)
-            k_squares = T.alloc_var("float32", init=0.0)
-            q_squares = 0.0
-            k_squares = 0.0
-            for d in T.serial(K):
-                q_squares = q_squares + T.cast(q[batch, start + i, head, d], "float32") * q[batch, start + i, head, d]
-                k_squares = k_squares + T.cast(k[batch, start + i, head, d], "float32") * k[batch, start + i, head, d]
-            norms[0, i] = inverse_norm(q_squares)
-            norms[1, i] = inverse_norm(k_squares)
+        for side, i in T.grid(2, C):
+            norms[side, i] = T.if_then_else(i < rows, 1.0, 0.0)
+        if normalize != 0:
+            for side, i in T.grid(2, C):
+                squares[side, 0, i] = 0.0
+            for part, pair in t.each_column_pair(K, parts):
+                for r, j in T.grid(size, 2):
+                    squares[0, 0, part * size + r] = squares[0, 0, part * size + r] + T.cast(
+                        raw_q[t.at(part, pair, r, j)], "float32"
+                    ) * T.cast(raw_q[t.at(part, pair, r, j)], "float32")
+                    squares[1, 0, part * size + r] = squares[1, 0, part * size + r] + T.cast(
+                        raw_k[t.at(part, pair, r, j)], "float32"
+                    ) * T.cast(raw_k[t.at(part, pair, r, j)], "float32")
+            for side, i in T.grid(2, C):
+                if i < rows:
+                    norms[side, i] = inverse_norm(squares[side, 0, i])
     else:
         thread = T.get_thread_binding()
-        lane = thread % 32
-        rows_of_warp = C // warps
-        raw = T.alloc_local((2, rows_of_warp, K // 32), q.dtype)
-        squares = T.alloc_local((2, rows_of_warp), "float32")
-        T.sync_threads()  # the ones that are there
-        for step in T.unroll(rows_of_warp):
-            i = start + T.min(step * warps + thread // 32, rows - 1)
-            for d in T.vectorized(K // 32):
-                raw[0, step, d] = q[batch, i, head, lane * (K // 32) + d]
-            for d in T.vectorized(K // 32):
-                raw[1, step, d] = k[batch, i, head, lane * (K // 32) + d]
-        for step in T.unroll(rows_of_warp):
-            for side in list(range(2)):
-                squares[side, step] = 0.0
-                for d in T.unroll(K // 32):
-                    squares[side, step] = squares[side, step] + T.cast(raw[side, step, d], "float32") * T.cast(
-                        raw[side, step, d], "float32"
-                    )
-                squares[side, step] = T.warp_reduce_sum(squares[side, step])
-        for step in T.unroll(rows_of_warp):
-            if lane == 0 and step * warps + thread // 32 < rows:
-                for side in list(range(2)):
-                    norms[side, step * warps + thread // 32] = inverse_norm(squares[side, step])
+        if normalize != 0:
+            store_squares(t, raw_q, squares, 0, thread, size, K)
+            store_squares(t, raw_k, squares, 1, thread, size, K)
+            T.sync_threads()
+        if thread < 2 * C:
+            factor = T.alloc_var("float32", init=1.0)
+            if normalize != 0:
+                total = T.alloc_var("float32", init=0.0)
+                total = squares[thread // C, 0, thread % C]
+                if K > 64:
+                    total = total + squares[thread // C, 1, thread % C]
+                factor = inverse_norm(total)
+            norms[thread // C, thread % C] = T.if_then_else(thread % C < rows, factor, 0.0)
+        T.sync_threads()
+
+
+@T.macro
+def store_squares(t, raw, squares, side, thread, size, K):
+    """squares[side, :, i] = sums of squares of row i over a warp's 64 columns."""
+    sums = T.alloc_local((size,), "float32")
+    for r in list(range(size)):
+        sums[r] = 0.0
+        for j in list(range(2)):
+            x = T.cast(raw[r, j], "float32")
+            sums[r] = sums[r] + x * x
+    lane = thread % 32
+    sum_over_warp(sums, lane, size)
+    if lane % (32 // size) == 0:
+        squares[side, thread % (K // 2) // 32, thread // (K // 2) * size + lane // (32 // size)] = sums[0]
 
 
 @T.macro
 def activate(t, decay, dt_bias, first_bias, gate_form, rate, lower_bound, part, pair, size):
     """Raw gates to natural-log decays, in registers. One branch around all rows: none would wait for another's load.
 
-    The hardware's exp2 and log2 are good to a few 1e-7 here: log1p of a small number is a polynomial, 1 / (1 + e) is
-    2^-log2(1 + e), which is 0 for an infinite e.
+    The hardware's exp2 and reciprocal are good to a few 1e-7. log(1 + e) = 2 atanh(e / (2 + e)), whose series converges fast
+    for e <= 1 and keeps its relative accuracy for small e; log2 would take three times as many instructions.
     """
     bias = T.alloc_local((2,), "float32")
     for j in t.pair():
@@ -257,15 +296,18 @@ def activate(t, decay, dt_bias, first_bias, gate_form, rate, lower_bound, part, 
             for j in T.unroll(2):
                 x = decay[t.at(part, pair, r, j)] + bias[j]
                 e = T.exp2(T.min(x, -x) * LOG2_E)
-                small = e * (1.0 - e * (0.5 - e * (0.33333334 - e * (0.25 - e * (0.2 - e * 0.16666667)))))
-                grown = T.log2(1.0 + e) * (1.0 / LOG2_E)
-                decay[t.at(part, pair, r, j)] = -rate * (T.max(x, 0.0) + T.if_then_else(e < 0.0625, small, grown))
+                s = e * t.reciprocal(2.0 + e)
+                series = T.alloc_var("float32", init=0.0)
+                series = 2.0 / 13.0
+                for n in list(range(11, 0, -2)):
+                    series = series * (s * s) + 2.0 / n
+                decay[t.at(part, pair, r, j)] = -rate * (T.max(x, 0.0) + s * series)
     else:
         slope = T.if_then_else(gate_form == int(GateForm.BOUNDED), rate, 1.0) * LOG2_E
         for r in T.unroll(size):
             for j in T.unroll(2):
                 x = decay[t.at(part, pair, r, j)] + bias[j]
-                decay[t.at(part, pair, r, j)] = lower_bound * T.exp2(-T.log2(1.0 + T.exp2(-x * slope)))
+                decay[t.at(part, pair, r, j)] = lower_bound * t.reciprocal(1.0 + T.exp2(-x * slope))
 
 
 @T.macro

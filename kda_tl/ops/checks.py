@@ -20,7 +20,6 @@ __all__ = [
     "check_number",
     "check_shape",
     "check_tensors",
-    "check_untraced",
     "check_written",
     "checks_values",
     "host_offsets",
@@ -43,15 +42,6 @@ def check_tensors(**tensors: object) -> None:
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(f"all tensors must be on one device, got {listed}")
-
-
-def check_untraced(**tensors: object) -> None:
-    """For ops that are not registered with torch: no fake tensors, whose memory a kernel would take for an address."""
-    for name, tensor in tensors.items():
-        if type(tensor) is FakeTensor:
-            raise TypeError(
-                f"{name} must have memory, got a FakeTensor: this op cannot be traced, call it outside of the graph"
-            )
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:

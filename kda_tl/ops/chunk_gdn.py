@@ -9,7 +9,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.compatibility import renamed
 from kda_tl.ops.context import local_sequences
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
 
@@ -86,7 +86,7 @@ def chunk_gdn(
         state_indices=state_indices,
         null_index=null_index,
     )
-    check_options(CHUNK_GDN, a, kwargs, chunk_size)
+    check_names(CHUNK_GDN, kwargs, chunk_size)
     return a
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.compatibility import renamed
 from kda_tl.ops.context import local_sequences
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
 
@@ -122,5 +122,5 @@ def chunk_kda(
         bool(use_gate_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval), bool(state_v_first),
         bool(output_final_state), bool(return_intermediate_states), intracard_segments, state_indices, null_index,
     )  # fmt: skip
-    check_options(CHUNK_KDA, a, kwargs, chunk_size)
+    check_names(CHUNK_KDA, kwargs, chunk_size)
     return a

@@ -10,7 +10,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import check_dtype, check_tensors
 from kda_tl.ops.offered import DTYPES, MAX_HEAD_DIM_V
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import register, run
 from kda_tl.specs.rules import Rule
 
@@ -121,7 +121,7 @@ def arguments(
         output_final_state=bool(output_final_state), return_intermediate_states=bool(return_intermediate_states),
         intracard_segments=intracard_segments, state_indices=state_indices, null_index=null_index,
     )  # fmt: skip
-    check_options(CHUNK_LINEAR_ATTENTION, a, kwargs, chunk_size)
+    check_names(CHUNK_LINEAR_ATTENTION, kwargs, chunk_size)
     return a
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kda_tl.ops.arguments import Arguments, Op
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
 
@@ -66,5 +66,5 @@ def chunk_rwkv6(
         state_indices=state_indices,
         null_index=null_index,
     )
-    check_options(CHUNK_RWKV6, a, kwargs, chunk_size)
+    check_names(CHUNK_RWKV6, kwargs, chunk_size)
     return a

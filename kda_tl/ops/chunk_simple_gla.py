@@ -10,7 +10,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import check_dtype, check_shape, check_tensors
 from kda_tl.ops.offered import DTYPES
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_options
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import public
 from kda_tl.specs.rules import Rule
 
@@ -80,5 +80,5 @@ def chunk_simple_gla(
         state_indices=state_indices,
         null_index=null_index,
     )
-    check_options(CHUNK_SIMPLE_GLA, a, kwargs, chunk_size)
+    check_names(CHUNK_SIMPLE_GLA, kwargs, chunk_size)
     return a

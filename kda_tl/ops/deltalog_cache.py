@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from kda_tl.specs.deltalog import (
     DeltaLogDecodeSpec,
     cpu_state_dtype,
 )
-from kda_tl.specs.schedules import schedule_for
+from kda_tl.specs.sizes import problem_size
 
-__all__ = ["DeltaLogCache", "DeltaLogSnapshot"]
+__all__ = ["DeltaLogCache", "DeltaLogSnapshot", "Storage", "storage_of"]
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STORED = ("base", "base_low", "log_k", "log_u", "log_decay", "cursor")
@@ -115,22 +116,25 @@ class DeltaLogCache:
         self.slots, self.HV, self.K, self.V, self.rule, self.capacity = slots, HV, K, V, rule, CAPACITY
         self.device = torch.empty(0, device=device).device
         self.arch = dispatcher.device_arch(self.device)
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.arch == "cpu"
         if not on_cpu and dtype != torch.bfloat16:
             raise TypeError(f"dtype must be bfloat16 on {self.device}, got {dtype}")
         self.dtype = torch.float32 if on_cpu else dtype
         stored = _name(state_dtype)
+        self.state_v_first = bool(state_v_first)
         fields: dict[str, Any] = {
             "dtype": _name(self.dtype),
             "capacity": CAPACITY,
-            "state_v_first": bool(state_v_first),
+            "state_v_first": self.state_v_first,
             **RULES[rule],
         }
         if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
             built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
+        # Of the largest batch: when a log is folded is the cache's choice, and one for all batches.
+        size = problem_size("deltalog_decode", slots, HV)
         step = DeltaLogDecodeSpec(K, V, state_dtype=stored, one_token=bool(state_v_first), **fields)
-        schedule = schedule_for(step, self.arch)
+        schedule = dispatcher.size_class(step, self.arch, size).schedule
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):
@@ -143,9 +147,7 @@ class DeltaLogCache:
         self.merge_every = schedule.merge_every if merge_every is None else merge_every
         if not isinstance(self.merge_every, int) or not 1 <= self.merge_every <= CAPACITY:
             raise ValueError(f"merge_every must be an integer from 1 to {CAPACITY}, got {merge_every!r}")
-        # Where the cpu's kernel reads another base, the op hands it a copy and takes that back.
-        kernel_state = cpu_state_dtype(rule, stored, self.launches if state_v_first else 2) if on_cpu else stored
-        self.spec = DeltaLogDecodeSpec(K, V, state_dtype=kernel_state, **fields)
+        self.spec = _spec(rule, K, V, _name(self.dtype), stored, self.state_v_first, self.launches, on_cpu)
 
         def zeros(*shape: int, of: torch.dtype) -> Tensor:
             return torch.zeros((slots, HV, *shape), dtype=of, device=self.device)
@@ -162,6 +164,11 @@ class DeltaLogCache:
         hashed = (torch.arange(slots, device=self.device) * HASH % 2**32) >> 16
         self.first_window = (1 + hashed % self.merge_every).to(torch.int32)
         self.cursor[..., 1] = self.first_window[:, None, None]
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """base, base_low, log_k, log_u, log_decay, cursor: all that a decode step writes."""
+        return self.base, self.base_low, self.log_k, self.log_u, self.log_decay, self.cursor
 
     def lengths(self, state_indices: Indices | None = None) -> Tensor:
         """Entries in the logs, [n] int32."""
@@ -304,6 +311,53 @@ class DeltaLogCache:
             if distinct and given.unique().numel() != given.numel():
                 raise ValueError(f"{name} must name every slot once, got {given.tolist()}")
         return given.to(self.device, torch.int64)
+
+
+class Storage(NamedTuple):
+    """A cache as a decode step sees it, from its tensors alone. The names are those of `DeltaLogCache`."""
+
+    base: Tensor
+    base_low: Tensor
+    log_k: Tensor
+    log_u: Tensor
+    log_decay: Tensor
+    cursor: Tensor
+    spec: DeltaLogDecodeSpec
+    arch: str
+    merge_every: int
+    launches: int
+    device: torch.device
+    dtype: torch.dtype
+    slots: int
+    HV: int
+    K: int
+    V: int
+    capacity: int = CAPACITY
+
+
+def storage_of(rule: str, values: Sequence[Any], fake: bool = False) -> Storage:
+    """values: the six tensors, state_v_first, merge_every and launches of a cache. fake: the tensors are on no device that is
+    there, and nothing will be launched."""
+    base, low, log_k, log_u, log_decay, cursor, state_v_first, merge_every, launches = values
+    slots, HV, V, K = base.shape
+    arch, spec = "cpu", DeltaLogDecodeSpec()
+    if not fake:
+        arch = dispatcher.device_arch(base.device)
+        dtypes = _name(log_k.dtype), _name(base.dtype)
+        spec = _spec(rule, K, V, *dtypes, state_v_first, launches, arch == "cpu")
+    return Storage(
+        base, low, log_k, log_u, log_decay, cursor, spec, arch, merge_every, launches, base.device, log_k.dtype, slots, HV, K, V
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(
+    rule: str, K: int, V: int, dtype: str, stored: str, state_v_first: bool, launches: int, on_cpu: bool
+) -> DeltaLogDecodeSpec:
+    """Where the cpu's kernel reads another base, the op hands it a copy and takes that back."""
+    state_dtype = cpu_state_dtype(rule, stored, launches if state_v_first else 2) if on_cpu else stored
+    fields: dict[str, Any] = {"dtype": dtype, "capacity": CAPACITY, "state_v_first": state_v_first, **RULES[rule]}
+    return DeltaLogDecodeSpec(K, V, state_dtype=state_dtype, **fields)
 
 
 def _integers(name: str, given: Indices) -> Tensor:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_tl.ops.checks import mark_written, narrowed
-from kda_tl.ops.deltalog_cache import DeltaLogCache
+from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
+from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec
 from kda_tl.specs.gates import BetaForm, GateForm
+from kda_tl.specs.sizes import problem_size
 
-__all__ = ["Call", "launch", "prep_size"]
+__all__ = ["Call", "launch", "launches", "prep_size"]
 
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_SLOT = -1  # out of range, and so padding already
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """g [n, T, HV, K or 1]; bonus [H, K]; the rest as the public functions take it."""
 
     q: Tensor
@@ -47,56 +51,90 @@ def prep_size(K: int, capacity: int) -> int:
     return 4 * K + 2 * (capacity + 1) + 4
 
 
-def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
+def in_two(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> bool:
+    """Whether ReplayPrep goes first."""
+    return cache.launches == 2 and tokens == 1 and not verify
+
+
+def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) -> tuple[Launch, ...]:
+    """What `launch` launches for n requests, in order."""
+    heads = f"{counted(n, 'request')} x {counted(cache.HV, 'head')}"
+    if in_two(cache, tokens, verify):
+        spec = dataclasses.replace(cache.spec, prepared=True)
+        return Launch(spec.prep_spec, heads), Launch(spec, f"{heads} x V tiles")
+    step = Launch(_step_spec(cache, tokens, verify), f"{heads} x V tiles")
+    return (step, step) if verify else (step,)
+
+
+def _step_spec(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> DeltaLogDecodeSpec:
+    """Of one launch: the step proper has a program of its own."""
+    one_token = tokens == 1 and not verify and cache.spec.state_v_first
+    return dataclasses.replace(cache.spec, one_token=True) if one_token else cache.spec
+
+
+def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
     """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
-    if str(base.dtype) == f"torch.{cache.spec.state_dtype}":
+    if NAMES[base.dtype] == cache.spec.state_dtype:
         staged = base
     else:
         staged = join(base, cache.base_low) if base.dtype == torch.bfloat16 else base.float()
     device, dtype = cache.device, cache.dtype
-    q, k, v = (_rows(_plain(tensor).to(dtype)) for tensor in (call.q, call.k, call.v))
+    q, k, v = _rows(call.q, dtype), _rows(call.k, dtype), _rows(call.v, dtype)
     g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
     wide = g.dtype != dtype or (beta is not None and beta.dtype != dtype)
-    narrow_g = _absent(device, dtype, *g.shape) if wide else g
-    wide_g = g.float() if wide else _absent(device, torch.float32, *g.shape)
     heads = v.shape[:3]
-    no_beta, no_wide_beta = _absent(device, dtype, *heads), _absent(device, torch.float32, *heads)
-    narrow_beta = no_beta if beta is None or wide else beta
-    wide_beta = no_wide_beta if beta is None or not wide else beta.float()
+    narrow_g, narrow_beta = _absent(device, dtype, g.shape), _absent(device, dtype, heads)
+    wide_g, wide_beta = _absent(device, torch.float32, g.shape), _absent(device, torch.float32, heads)
+    if wide:
+        wide_g = g if g.dtype == torch.float32 else g.float()
+        if beta is not None:
+            wide_beta = beta if beta.dtype == torch.float32 else beta.float()
+    else:
+        narrow_g = g
+        narrow_beta = narrow_beta if beta is None else beta
     HV, K = cache.HV, cache.K
     D = cache.spec.decay_size
-    A_log = cache.log_decay.flatten()[:HV] if call.A_log is None else _float(call.A_log)
-    dt_bias = _absent(device, torch.float32, HV, D) if call.dt_bias is None else _float(call.dt_bias).reshape(HV, D)
-    bonus = _absent(device, torch.float32, HV, K) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
+    A_log = _unread(device, HV) if call.A_log is None else _float(call.A_log)
+    if call.dt_bias is None:
+        dt_bias = _absent(device, torch.float32, (HV, D))
+    else:
+        dt_bias = _float(call.dt_bias)
+        dt_bias = dt_bias if dt_bias.dim() == 2 else dt_bias.reshape(HV, D)
+    bonus = _absent(device, torch.float32, (HV, K)) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
     indices = narrowed(call.state_indices).contiguous()
     valid = indices if call.valid is None else narrowed(call.valid).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
     # Programs know a slot and a head as one row.
     log_k, log_u, log_decay, cursor = (x.flatten(0, 1) for x in (cache.log_k, cache.log_u, cache.log_decay, cache.cursor))
-    has_low = cache.base_low.numel() > 0
-    low = cache.base_low.flatten(0, 1) if has_low else cache.base_low.new_empty((1, cache.V, K // PER_WORD))
+    if base.dtype == torch.bfloat16:
+        low = cache.base_low.flatten(0, 1)
+    else:
+        low = _no_low(device, cache.V, K // PER_WORD)
     pool = (low, log_k, log_u, log_decay, cursor, indices, valid)
     numbers = (
         call.scale, call.lower_bound, int(call.gate_form), int(call.beta_form), int(call.dt_bias is not None),
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
     )  # fmt: skip
-    if cache.launches == 2 and tokens == 1 and not verify:
+    if in_two(cache, tokens, verify):
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
         # Both are there before the first one runs: it writes into the log.
-        prepare, append = (dispatcher.kernel(needed, cache.arch, device) for needed in (spec.prep_spec, spec))
+        prepare, append = (
+            dispatcher.kernel(needed, cache.arch, device, problem_size(needed.kernel, q.shape[0], HV))
+            for needed in (spec.prep_spec, spec)
+        )
         prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, log_k, log_decay, cursor, indices,
             valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
-    elif tokens == 1 and not verify and cache.spec.state_v_first:
-        step = dispatcher.kernel(dataclasses.replace(cache.spec, one_token=True), cache.arch, device)
+    elif (spec := _step_spec(cache, tokens, verify)).one_token:
+        step = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
         step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device)
+        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
@@ -111,9 +149,22 @@ def launch(cache: DeltaLogCache, call: Call, tokens: int, verify: bool) -> None:
             base.copy_(staged)
 
 
-def _absent(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Stands for a tensor that no one reads."""
+@functools.lru_cache(maxsize=256)
+def _absent(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Stands for a tensor that no one reads, and so may outlive any memory pool."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _unread(device: torch.device, HV: int) -> Tensor:
+    """Likewise, for a program that asks for a contiguous one."""
+    return torch.empty(HV, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _no_low(device: torch.device, V: int, words: int) -> Tensor:
+    """Likewise, where a base has no low bits."""
+    return torch.empty((1, V, words), dtype=torch.int32, device=device)
 
 
 def _per_value_head(rows: Tensor, HV: int) -> Tensor:
@@ -121,14 +172,18 @@ def _per_value_head(rows: Tensor, HV: int) -> Tensor:
 
 
 def _float(tensor: Tensor) -> Tensor:
-    return _plain(tensor).to(torch.float32).contiguous()
+    if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().to(torch.float32).contiguous()
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Without what a kernel cannot see: a gradient, a lazy negation."""
-    tensor = tensor.detach()
+    """Without a lazy negation, which a kernel cannot see."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    tensor = _plain(tensor)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

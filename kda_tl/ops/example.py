@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from kda_tl.ops.deltalog_cache import DeltaLogCache
 
 __all__ = ["LAYOUTS", "example_inputs", "op_named"]
 
@@ -23,6 +24,7 @@ LAYOUTS = {
     "r": "B T H K",
     "w": "B T HV K",
     "g": "B T HV K",
+    "gk": "B T HV K",
     "beta": "B T HV",
     "u": "H K",
 }
@@ -54,8 +56,8 @@ def example_inputs(
     device: torch.device | str = "cpu",
     shapes: Mapping[str, Sequence[int]] | None = None,
     real: bool = False,
-) -> dict[str, Tensor]:
-    """Tensor arguments of `op` by name, zeros all of them.
+) -> dict[str, Any]:
+    """Tensor arguments of `op` by name, zeros all of them, and its cache, where it needs one, of one slot.
 
     Args:
         tokens: T; of the whole pack where `lengths` are given.
@@ -75,19 +77,25 @@ def example_inputs(
     given = dict(shapes or {})
     if unknown := given.keys() - parameters.keys():
         raise ValueError(f"{op.__name__} has no argument {min(unknown)!r}; it takes {', '.join(parameters)}")
-    inputs = {}
+    inputs: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if name in given:
             shape = list(given[name])
+        elif name == "cache":  # plans and one call of zeros need no more than one slot
+            rule = op.__name__.removeprefix("deltalog_decode_")
+            inputs[name] = DeltaLogCache(1, sizes["HV"], head_dim_k, head_dim_v, rule, dtype=dtype, device=device)
+            continue
+        elif name == "state_indices" and parameter.default is parameter.empty:
+            shape = [batch]
         elif name in LAYOUTS:
             shape = [sizes[size] for size in _layout(op, name).split()]
         elif parameter.default is parameter.empty:
             raise ValueError(f"the shape of {name} does not follow from its name: give one, e.g. {name}=1,64,2,128")
         else:
             continue
-        kind = torch.float32 if name in ("g", "w", "beta", "u") else _dtype(name, dtype)
+        kind = torch.float32 if name in ("g", "gk", "w", "beta", "u") else _dtype(name, dtype)
         inputs[name] = torch.zeros(shape if real else (), dtype=kind, device=device).expand(shape)
     if lengths is not None:
         if "cu_seqlens" not in parameters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kda_tl.ops import decode, deltalog_library, prefill
 from kda_tl.ops.chunk_delta_rule import chunk_delta_rule
 from kda_tl.ops.chunk_gdn import chunk_gated_delta_rule, chunk_gdn
 from kda_tl.ops.chunk_gla import chunk_gla
@@ -12,12 +13,19 @@ from kda_tl.ops.chunk_kda import chunk_kda
 from kda_tl.ops.chunk_linear_attention import chunk_linear_attention
 from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
+from kda_tl.ops.deltalog import deltalog_decode_gdn, deltalog_decode_kda, deltalog_decode_rwkv6
 from kda_tl.ops.plan import Plan
-from kda_tl.ops.prefill import plan
-from kda_tl.ops.recurrent_gdn import plan_recurrent_gdn, recurrent_gdn
-from kda_tl.ops.recurrent_kda import plan_recurrent_kda, recurrent_kda
+from kda_tl.ops.recurrent_gdn import recurrent_gdn
+from kda_tl.ops.recurrent_kda import recurrent_kda
+from kda_tl.ops.recurrent_rules import (
+    recurrent_delta_rule,
+    recurrent_gla,
+    recurrent_linear_attention,
+    recurrent_rwkv6,
+    recurrent_simple_gla,
+)
 
-__all__ = ["PLANNERS", "PREFILL_OPS", "explain", "workspace_bytes"]
+__all__ = ["DECODE_OPS", "DELTALOG_OPS", "PLANNERS", "PREFILL_OPS", "explain", "workspace_bytes"]
 
 PREFILL_OPS: dict[str, Any] = {
     "chunk_kda": chunk_kda,
@@ -31,14 +39,32 @@ PREFILL_OPS: dict[str, Any] = {
 }
 
 
-def _planner(function: Any) -> Callable[..., Plan]:
+DECODE_OPS: dict[str, Any] = {
+    function.__name__: function
+    for function in (
+        recurrent_kda,
+        recurrent_gdn,
+        recurrent_delta_rule,
+        recurrent_gla,
+        recurrent_simple_gla,
+        recurrent_linear_attention,
+        recurrent_rwkv6,
+    )
+}
+
+DELTALOG_OPS: dict[str, Any] = {
+    function.__name__: function for function in (deltalog_decode_kda, deltalog_decode_gdn, deltalog_decode_rwkv6)
+}
+
+
+def _planner(plan: Callable[[Any, Any], Plan], function: Any) -> Callable[..., Plan]:
     return lambda *args, **kwargs: plan(function.op, function.arguments(*args, **kwargs))
 
 
 PLANNERS: dict[str, Callable[..., Plan]] = {
-    **{name: _planner(function) for name, function in PREFILL_OPS.items()},
-    recurrent_kda.__name__: plan_recurrent_kda,
-    recurrent_gdn.__name__: plan_recurrent_gdn,
+    **{name: _planner(prefill.plan, function) for name, function in PREFILL_OPS.items()},
+    **{name: _planner(decode.plan, function) for name, function in DECODE_OPS.items()},
+    **{name: _planner(deltalog_library.plan, function) for name, function in DELTALOG_OPS.items()},
 }
 
 

@@ -9,37 +9,44 @@ from kda_tl.ops import prefill_launch
 from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import mark_written
 from kda_tl.ops.plan import Plan, counted
-from kda_tl.ops.prefill_checks import Problem, check, check_on_device, check_types
+from kda_tl.ops.prefill_checks import Problem, check, check_on_device, check_options, check_types
+from kda_tl.ops.prefill_decision import Decision, decide
 from kda_tl.ops.prefill_states import intermediate_states, load_states, silence, store_states
 
-__all__ = ["Results", "allocate", "forward", "plan", "plan_problem"]
+__all__ = ["Results", "allocate", "carry_out", "decided", "plan", "plan_problem"]
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def allocate(problem: Problem, a: Arguments) -> tuple[Tensor, Tensor | None]:
-    """o in the kernels' dtype, and the final state where one is returned or stored."""
+def allocate(problem: Problem, a: Arguments, pooled: bool) -> tuple[Tensor, Tensor | None]:
+    """o in the kernels' dtype, and the final state where one is returned or stored. pooled: it goes straight to the pool."""
     o = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=problem.kernel_dtype, device=a.v.device)
-    if prefill_launch.takes_pool(problem, a) or not (a.output_final_state or a.state_indices is not None):
+    if pooled or not (a.output_final_state or a.state_indices is not None):
         return o, None
     shape = (problem.V, problem.K) if a.state_v_first else (problem.K, problem.V)
     return o, torch.empty((problem.N, problem.HV, *shape), dtype=torch.float32, device=a.v.device)
 
 
-def forward(op: Op, a: Arguments) -> Results:
-    """o, the final state [N, ...] and the states before every chunk, each where asked for. Pools are written in place."""
+def decided(op: Op, a: Arguments) -> Decision:
+    """The checked call, and what it will do."""
     problem = check(op, a)
     check_on_device(op, a, problem)
-    o, final = allocate(problem, a)
+    return decide(problem, a)
+
+
+def carry_out(d: Decision, a: Arguments) -> Results:
+    """o, the final state [N, ...] and the states before every chunk, each where asked for. Pools are written in place."""
+    problem = d.problem
+    o, final = allocate(problem, a, d.pooled)
     states = _workspace_of_states(problem, a) if a.return_intermediate_states else None
-    if prefill_launch.takes_pool(problem, a):
-        assert a.initial_state is not None
-        pool = a.initial_state.detach()
-        _launch(problem, a, o, pool, pool, states)
+    if d.pooled:
+        pool = a.initial_state
+        assert pool is not None
+        _launch(d, a, o, pool, pool, states)
         mark_written(pool)
     else:
         initial, active = load_states(problem, a)
-        _launch(problem, a, o, initial, final, states)
+        _launch(d, a, o, initial, final, states)
         if active is not None:
             assert final is not None
             silence(problem, a, active, o)
@@ -48,10 +55,8 @@ def forward(op: Op, a: Arguments) -> Results:
     return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final, rows
 
 
-def _launch(
-    problem: Problem, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None, states: Tensor | None
-) -> None:
-    if problem.N == 0 or problem.T == 0:
+def _launch(d: Decision, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None, states: Tensor | None) -> None:
+    if d.problem.N == 0 or d.problem.T == 0:
         o.zero_()
         if final is not None:
             final.zero_() if initial is None else final.copy_(initial)
@@ -59,7 +64,7 @@ def _launch(
     if a.state_v_first:
         initial = None if initial is None else initial.transpose(-1, -2)
         final = None if final is None else final.transpose(-1, -2)
-    prefill_launch.launch(problem, a, o, initial, final, states)
+    prefill_launch.launch(d, a, o, initial, final, states)
 
 
 def _workspace_of_states(problem: Problem, a: Arguments) -> Tensor:
@@ -68,6 +73,7 @@ def _workspace_of_states(problem: Problem, a: Arguments) -> Tensor:
 
 def plan(op: Op, a: Arguments) -> Plan:
     """What a call will launch. Raises what the call would raise for its types, sizes and names."""
+    check_options(op, a)
     check_types(op, a)
     return plan_problem(op, check(op, a), a)
 
@@ -78,12 +84,13 @@ def plan_problem(op: Op, problem: Problem, a: Arguments | None = None) -> Plan:
         batch = f"{counted(problem.N, 'packed sequence')}"
     else:
         batch = f"{counted(problem.N, 'sequence')} of {counted(problem.T, 'token')}"
+    decision = decide(problem, a)
     sizes = {"B": problem.B, "T": problem.T, "H": problem.H, "HV": problem.HV, "K": problem.K, "V": problem.V}
     return Plan(
         op=op.name,
         problem={**sizes, "batch": batch, "dtype": str(problem.kernel_dtype).removeprefix("torch.")},
         arch=problem.arch,
-        launches=prefill_launch.launches(problem, a),
-        workspace_bytes=prefill_launch.workspace_bytes(problem, a),
-        split=prefill_launch.split_of(problem, a),
+        launches=prefill_launch.launches(problem, decision),
+        workspace_bytes=prefill_launch.workspace_bytes(decision),
+        split=decision.split,
     )

@@ -25,7 +25,7 @@ from kda_tl.ops.offered import CHUNK_SIZES, DTYPES, MAX_HEAD_DIM_K, MAX_HEAD_DIM
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.rules import Rule
 
-__all__ = ["CHUNK_SIZE", "Problem", "check", "check_on_device", "check_options", "check_types"]
+__all__ = ["CHUNK_SIZE", "Problem", "check", "check_names", "check_on_device", "check_options", "check_types"]
 
 CHUNK_SIZE = CHUNK_SIZES[0]
 
@@ -77,14 +77,18 @@ def _refuse_type(op: Op, a: Arguments, name: str) -> None:
     raise TypeError(f"{op.called(name)} must be a torch.Tensor, got {type(getattr(a, name)).__name__}")
 
 
-def check_options(op: Op, a: Arguments, unknown: Collection[str] = (), chunk_size: object = CHUNK_SIZE) -> None:
-    """Everything that is no tensor. unknown: names of arguments that the function does not have."""
+def check_names(op: Op, unknown: Collection[str], chunk_size: object) -> None:
+    """What a public function takes and no kernel sees. unknown: names of arguments that it does not have."""
     if unknown:
         if "head_first" in unknown:
             raise TypeError(f"{op.name} has no argument 'head_first': inputs are [B, T, H, ...]")
         raise TypeError(f"{op.name} has no argument {min(unknown)!r}")
     if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size not in CHUNK_SIZES):
         raise ValueError(f"chunk_size must be {' or '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
+
+
+def check_options(op: Op, a: Arguments) -> None:
+    """Everything else that is no tensor."""
     if a.intracard_segments is not None:
         _check_segments(a.intracard_segments)
     check_number("scale", a.scale, "a number, or None for K ** -0.5")

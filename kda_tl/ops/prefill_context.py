@@ -13,10 +13,12 @@ from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import host_offsets
 from kda_tl.ops.context import SegmentMaps, Span, Turn
 from kda_tl.ops.prefill_checks import Problem, check, check_on_device
+from kda_tl.ops.prefill_decision import decide
 from kda_tl.ops.prefill_kernels import Maps, launch_intracard_pre_scan
 from kda_tl.ops.prefill_states import load_states
 from kda_tl.reference import beta_sigmoid, compose, kda_gate, l2norm
 from kda_tl.runtime import dispatcher
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["maps_by_kernels", "receive"]
 
@@ -48,22 +50,23 @@ def maps_by_kernels(problem: Problem, a: Arguments) -> SegmentMaps | None:
     Segments as the call itself is cut, composed in float64, which no TF32 setting of the process rounds. chunk_wy runs twice,
     here and in the call: its workspace is larger than what it reads.
     """
-    scan = prefill_launch.only_scan(problem)
+    decision = decide(problem, a)
+    scan = prefill_launch.only_scan(decision)
     if scan is None or a.g is None or problem.N == 0 or problem.T == 0:
         return None
-    pre_scan, _ = prefill_launch.intracard_specs_of(scan)
+    pre_scan, split = scan.pre_scan, decision.split
     HV, K, V, device = problem.HV, problem.K, problem.V, a.q.device
     host = None if a.cu_seqlens is None else host_offsets(a.cu_seqlens, a.cu_seqlens_cpu)
     if problem.packed and host is None:
         return None
 
     def maps(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        split = prefill_launch.split_of(problem, a)
         found = Maps.empty(problem.N, split.segments, HV, K, V, True, device)
-        workspace, offsets = prefill_launch.run_chunk_wy(problem, a)
+        workspace, offsets = prefill_launch.run_chunk_wy(decision, a)
         v_kernel = prefill_launch.readable(a.v, problem.kernel_dtype)
         with dispatcher.device_guard(device):
-            kernel = dispatcher.kernel(pre_scan, problem.arch, device)
+            size = problem_size("intracard_pre_scan", split.scans(problem.N), HV)
+            kernel = dispatcher.kernel(pre_scan, problem.arch, device, size)
             launch_intracard_pre_scan(kernel, v_kernel, workspace, offsets, split.segment_chunks, found, every=True)
         M = torch.eye(K, dtype=torch.float64, device=device).repeat(len(spans), HV, 1, 1)
         B = torch.zeros((len(spans), HV, K, V), dtype=torch.float64, device=device)

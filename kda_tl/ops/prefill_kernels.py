@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ CHUNK = 64
 NO_INDEX = -1
 
 
-@dataclass(frozen=True)
-class GateOptions:
+class GateOptions(NamedTuple):
     """How chunk_wy reads g, beta, q and k. A_log, dt_bias and bonus are float32 and contiguous."""
 
     form: GateForm = GateForm.IDENTITY
@@ -41,8 +39,7 @@ class GateOptions:
     bonus: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Workspace:
+class Workspace(NamedTuple):
     """What chunk_wy writes and chunk_scan reads. k_decayed and A_inv have no slots where the rule has no delta correction."""
 
     q_decayed: Tensor  # [slots, HV, C, K] operand dtype
@@ -54,25 +51,22 @@ class Workspace:
 
     @classmethod
     def empty(cls, slots: int, HV: int, K: int, dtype: torch.dtype, delta: bool, device: torch.device) -> Workspace:
-        def rows(slots: int, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty((slots, HV, *shape), dtype=dtype, device=device)
-
-        return cls(
-            q_decayed=rows(slots, CHUNK, K),
-            k_decayed=rows(slots if delta else 0, CHUNK, K),
-            k_to_end=rows(slots, CHUNK, K),
-            chunk_decay=rows(slots, K, dtype=torch.float32),
-            A_inv=rows(slots if delta else 0, CHUNK, CHUNK),
-            P=rows(slots, CHUNK, CHUNK),
-        )
+        """Three allocations: tensors of one shape are slices of one."""
+        decay = torch.empty((slots, HV, K), dtype=torch.float32, device=device)
+        if not delta:
+            q_decayed, k_to_end = torch.empty((2, slots, HV, CHUNK, K), dtype=dtype, device=device).unbind()
+            P = torch.empty((slots, HV, CHUNK, CHUNK), dtype=dtype, device=device)
+            return cls(q_decayed, q_decayed[:0], k_to_end, decay, P[:0], P)
+        q_decayed, k_decayed, k_to_end = torch.empty((3, slots, HV, CHUNK, K), dtype=dtype, device=device).unbind()
+        A_inv, P = torch.empty((2, slots, HV, CHUNK, CHUNK), dtype=dtype, device=device).unbind()
+        return cls(q_decayed, k_decayed, k_to_end, decay, A_inv, P)
 
     @staticmethod
     def bytes_per_slot_and_head(K: int, itemsize: int, delta: bool) -> int:
         return (3 if delta else 2) * CHUNK * K * itemsize + 4 * K + (2 if delta else 1) * CHUNK * CHUNK * itemsize
 
 
-@dataclass(frozen=True, eq=False)
-class Pool:
+class Pool(NamedTuple):
     """Which slots of a pool the sequences have. null_index, or an index outside the pool: none."""
 
     indices: Tensor  # [N] int32
@@ -80,21 +74,19 @@ class Pool:
     has_initial_state: Tensor | None = None  # [N] uint8
 
 
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """How sequences are cut: `count` segments of `chunks` chunks each at most, and the state before all but the first."""
+class Segments(NamedTuple):
+    """How sequences are cut: `number` segments of `chunks` chunks each at most, and the state before all but the first."""
 
-    count: int
+    number: int
     chunks: int
-    states: Tensor  # [N, count, HV, K, V] float32
+    states: Tensor  # [N, number, HV, K, V] float32
 
     @classmethod
-    def empty(cls, N: int, count: int, chunks: int, HV: int, K: int, V: int, device: torch.device) -> Segments:
-        return cls(count, chunks, torch.empty((N, count, HV, K, V), dtype=torch.float32, device=device))
+    def empty(cls, N: int, number: int, chunks: int, HV: int, K: int, V: int, device: torch.device) -> Segments:
+        return cls(number, chunks, torch.empty((N, number, HV, K, V), dtype=torch.float32, device=device))
 
 
-@dataclass(frozen=True, eq=False)
-class Maps:
+class Maps(NamedTuple):
     """What intracard_pre_scan writes: of segments, M transposed (or its diagonal) and B of the map S -> M S + B."""
 
     transitions: Tensor  # [N, cuts, HV, K, K], or [N, cuts, HV, 1, K] without the delta correction; float32
@@ -102,10 +94,33 @@ class Maps:
 
     @classmethod
     def empty(cls, N: int, cuts: int, HV: int, K: int, V: int, delta: bool, device: torch.device) -> Maps:
-        def rows(*shape: int) -> Tensor:
-            return torch.empty((N, cuts, HV, *shape), dtype=torch.float32, device=device)
+        if delta and K == V:
+            return cls(*torch.empty((2, N, cuts, HV, K, K), dtype=torch.float32, device=device).unbind())
+        transitions = torch.empty((N, cuts, HV, K if delta else 1, K), dtype=torch.float32, device=device)
+        return cls(transitions, torch.empty((N, cuts, HV, K, V), dtype=torch.float32, device=device))
 
-        return cls(rows(K if delta else 1, K), rows(K, V))
+
+class _Absent(NamedTuple):
+    """Stand-ins for what a launch lacks. No kernel reads them, so they may outlive any memory pool."""
+
+    numbers: Tensor  # [1] float32
+    indices: Tensor  # [1] int32
+    flags: Tensor  # [1] uint8
+    gates: Mapping[torch.dtype, Tensor]  # [1, 1, 1]
+
+
+@functools.cache
+def _absent(device: torch.device) -> _Absent:
+    def one(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(1, dtype=dtype, device=device)
+
+    gates = {dtype: one(dtype).view(1, 1, 1) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    return _Absent(one(torch.float32), one(torch.int32), one(torch.uint8), gates)
+
+
+@functools.lru_cache(maxsize=256)
+def _no_rows(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def launch_chunk_wy(
@@ -113,15 +128,16 @@ def launch_chunk_wy(
     cu_seqlens: Tensor | None, workspace: Workspace,
 ) -> None:  # fmt: skip
     """q, k, g, beta as the spec has them; g and beta None where the rule has no decay or no delta correction."""
-    absent = _nothing(q.device, torch.float32)
+    absent = _absent(q.device)
+    form, A_log, dt_bias, lower_bound, beta_form, normalize, bonus = options
     given = g if g is not None else beta
-    no_gate = _nothing(q.device, torch.float32 if given is None else given.dtype).view(1, 1, 1)
+    no_gate = absent.gates[torch.float32 if given is None else given.dtype]
     kernel(
         q, k, no_gate if g is None else g, no_gate if beta is None else beta,
-        absent if options.A_log is None else options.A_log, absent if options.dt_bias is None else options.dt_bias,
-        absent if options.bonus is None else options.bonus, _offsets(cu_seqlens, q.device),
-        workspace.q_decayed, workspace.k_decayed, workspace.k_to_end, workspace.chunk_decay, workspace.A_inv, workspace.P,
-        options.lower_bound, int(options.form), int(options.beta_form), int(options.normalize), int(cu_seqlens is None),
+        absent.numbers if A_log is None else A_log, absent.numbers if dt_bias is None else dt_bias,
+        absent.numbers if bonus is None else bonus, absent.indices if cu_seqlens is None else cu_seqlens,
+        *workspace,
+        lower_bound, int(form), int(beta_form), int(normalize), int(cu_seqlens is None),
     )  # fmt: skip
 
 
@@ -131,24 +147,23 @@ def launch_chunk_scan(
     pool: Pool | None = None, segments: Segments | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
     """States are [N or slots of the pool, HV, K, V], whatever their strides."""
-    HV, K, V = v.shape[2], workspace.q_decayed.shape[-1], v.shape[-1]
-    N = v.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    device = v.device
-    no_state = _nothing(device, state_dtype).expand(0, HV, K, V)
-    no_index = _nothing(device, torch.int32)
-    mask = None if pool is None else pool.has_initial_state
+    B, T, HV, V = v.shape
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    K, device = workspace.q_decayed.shape[-1], v.device
+    absent = _absent(device)
+    if initial_state is None or final_state is None:
+        no_state = _no_rows(device, (0, HV, K, V), state_dtype)
+    indices, null_index, mask = (absent.indices, NO_INDEX, None) if pool is None else pool
+    count, chunks, before = (1, max(1, -(-T // CHUNK)), None) if segments is None else segments
+    q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P = workspace
     kernel(
-        v, _offsets(cu_seqlens, device), workspace.q_decayed, workspace.k_decayed, workspace.k_to_end, workspace.chunk_decay,
-        workspace.A_inv, workspace.P, o,
+        v, absent.indices if cu_seqlens is None else cu_seqlens, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P, o,
         no_state if initial_state is None else initial_state, no_state if final_state is None else final_state,
-        no_index if pool is None else pool.indices, _nothing(device, torch.uint8) if mask is None else mask,
-        _no_rows(device, (0, 1, HV, K, V)) if segments is None else segments.states,
+        indices, absent.flags if mask is None else mask,
+        _no_rows(device, (0, 1, HV, K, V)) if before is None else before,
         _no_rows(device, (0, HV, K, V)) if states is None else states,
         scale, N, int(cu_seqlens is None), int(initial_state is not None), int(mask is not None),
-        int(final_state is not None), int(pool is not None), int(states is not None),
-        NO_INDEX if pool is None else pool.null_index,
-        1 if segments is None else segments.count,
-        max(1, -(-v.shape[1] // CHUNK)) if segments is None else segments.chunks,
+        int(final_state is not None), int(pool is not None), int(states is not None), null_index, count, chunks,
     )  # fmt: skip
 
 
@@ -159,8 +174,9 @@ def launch_intracard_pre_scan(
     """Maps of all segments but the last of every sequence; with `every`, of that too."""
     N, cuts = maps.biases.shape[:2]
     kernel(
-        v, _offsets(cu_seqlens, v.device), workspace.k_decayed, workspace.k_to_end, workspace.chunk_decay, workspace.A_inv,
-        maps.transitions, maps.biases, N, int(cu_seqlens is None), cuts, segment_chunks, int(every),
+        v, _absent(v.device).indices if cu_seqlens is None else cu_seqlens, workspace.k_decayed, workspace.k_to_end,
+        workspace.chunk_decay, workspace.A_inv, maps.transitions, maps.biases, N, int(cu_seqlens is None), cuts,
+        segment_chunks, int(every),
     )  # fmt: skip
 
 
@@ -171,28 +187,12 @@ def launch_intracard_merge(
     """Fills segments.states. T: tokens of a batch row; the initial state as in `launch_chunk_scan`."""
     N, _, HV, K, V = segments.states.shape
     device = segments.states.device
-    mask = None if pool is None else pool.has_initial_state
+    absent = _absent(device)
+    indices, null_index, mask = (absent.indices, NO_INDEX, None) if pool is None else pool
     kernel(
-        maps.transitions, maps.biases, _offsets(cu_seqlens, device),
-        _nothing(device, state_dtype).expand(0, HV, K, V) if initial_state is None else initial_state,
-        _nothing(device, torch.int32) if pool is None else pool.indices,
-        _nothing(device, torch.uint8) if mask is None else mask,
+        maps.transitions, maps.biases, absent.indices if cu_seqlens is None else cu_seqlens,
+        _no_rows(device, (0, HV, K, V), state_dtype) if initial_state is None else initial_state,
+        indices, absent.flags if mask is None else mask,
         segments.states, T, N, int(cu_seqlens is None), int(initial_state is not None), int(mask is not None),
-        int(pool is not None), NO_INDEX if pool is None else pool.null_index, segments.chunks,
+        int(pool is not None), null_index, segments.chunks,
     )  # fmt: skip
-
-
-@functools.cache
-def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[1], for what a kernel does not read."""
-    return torch.zeros(1, dtype=dtype, device=device)
-
-
-@functools.lru_cache(maxsize=256)
-def _no_rows(device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def _offsets(cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """cu_seqlens [N + 1] int32, contiguous; a dense batch has an element that nobody reads."""
-    return _nothing(device, torch.int32) if cu_seqlens is None else cu_seqlens

@@ -19,15 +19,16 @@ from kda_tl.ops import gradients
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import host_offsets
 from kda_tl.ops.context import Turn, context_place, has_context
-from kda_tl.ops.prefill import Results, allocate, forward
-from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_types
+from kda_tl.ops.known import any_mode, is_plain
+from kda_tl.ops.prefill import Results, allocate, carry_out, decided
+from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
+from kda_tl.ops.prefill_decision import key_of, known, remember
 from kda_tl.runtime.ranges import annotate
 
 __all__ = ["public", "register", "run"]
 
 P = ParamSpec("P")
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 NAMESPACE = "kda_tl"
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? bonus, Tensor? A_log, Tensor? dt_bias, "
@@ -61,6 +62,7 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
             with Turn.of(op.name, place, args, kwargs) as turn:
                 untyped: Any = arguments
                 a = untyped(*turn.args, **turn.kwargs)
+                check_options(op, a)
                 check_types(op, a)
                 refuse_gradients(op, a, "with cp_context has no backward")
                 found = run(op, receive(op, a, turn))
@@ -77,34 +79,33 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
 def run(op: Op, a: Arguments) -> Any:
     """(o, final state or None), and the states before every chunk where they are asked for.
 
-    An eager call on plain tensors goes straight to `forward`; everything else (a compiler, a gradient, a mode, a subclass)
-    through torch's dispatcher, where the op is registered.
+    An eager call on plain tensors goes straight to the kernels, and without a check or a plan where an equal one has gone
+    before; everything else (a compiler, a gradient, a mode, a subclass) through torch's dispatcher, where the op is registered.
     """
-    check_types(op, a)
-    if _through_dispatcher(a):
-        o, final, states = _call(op, a)
-    else:
-        if forward_ad._current_level >= 0:
-            refuse_gradients(op, a, "has no forward-mode derivative")
-        o, final, states = forward(op, a)
-        if states is not None and a.cu_seqlens is not None:
-            states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
+    traced = torch.compiler.is_compiling() or any_mode()
+    key = None if traced else key_of(op, a)
+    decision = None if key is None else known(key)
+    if decision is None:
+        check_options(op, a)
+        check_types(op, a)
+        if traced or not is_plain((*a[:12], a.state_indices)):
+            return _results(a, *_call(op, a))
+        decision = decided(op, a)
+        if key is not None:
+            remember(key, decision)
+    if forward_ad._current_level >= 0:
+        refuse_gradients(op, a, "has no forward-mode derivative")
+    o, final, states = carry_out(decision, a)
+    if states is not None and a.cu_seqlens is not None:
+        states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
+    return _results(a, o, final, states)
+
+
+def _results(a: Arguments, o: Tensor, final: Tensor | None, states: Tensor | None) -> Any:
     if a.state_indices is not None:
         final = a.initial_state
     found = (o, final if a.output_final_state else None)
     return (*found, states) if a.return_intermediate_states else found
-
-
-def _through_dispatcher(a: Arguments) -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    grad = torch.is_grad_enabled()
-    for tensor in (*a[:12], a.state_indices):
-        if tensor is not None and (type(tensor) not in PLAIN_TENSORS or (grad and tensor.requires_grad)):
-            return True
-    return False
 
 
 def _without_spare(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, states: Tensor) -> Tensor:
@@ -165,18 +166,18 @@ def register(op: Op) -> None:
 
     def functional(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         a = Arguments(*values)
-        o, final, states = forward(op, a)
+        o, final, states = carry_out(decided(op, a), a)
         return o, absent(final, a), absent(states, a)
 
     def in_place(*values: Any) -> tuple[Tensor, Tensor]:
         a = Arguments(*values)
-        o, _, states = forward(op, a)
+        o, _, states = carry_out(decided(op, a), a)
         return o, absent(states, a)
 
     def fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         a = Arguments(*values)
         problem = check(op, a, fake=True)
-        o, final = allocate(problem, a)
+        o, final = allocate(problem, a, pooled=a.state_indices is not None)
         states = None
         if a.return_intermediate_states:
             sizes = (problem.V, problem.K) if a.state_v_first else (problem.K, problem.V)

@@ -28,8 +28,6 @@ def load_states(problem: Problem, a: Arguments) -> States:
     state, active = a.initial_state, None
     if state is None:
         return States(None, None)
-    if state.requires_grad:
-        state = state.detach()
     if a.state_indices is not None:
         slots = state.shape[0]
         if slots == 0:

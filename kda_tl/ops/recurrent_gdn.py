@@ -6,12 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_tl.ops.decode import DecodeCall, bind, plan, refuse_unknown, run
-from kda_tl.ops.plan import Plan
+from kda_tl.ops.arguments import Op
+from kda_tl.ops.decode import DecodeArguments, public, refuse_unknown
+from kda_tl.specs.rules import RULES
 
-__all__ = ["plan_recurrent_gdn", "recurrent_gdn"]
+__all__ = ["RECURRENT_GDN", "recurrent_gdn"]
+
+RECURRENT_GDN = Op("recurrent_gdn", RULES["gdn"])
 
 
+@public(RECURRENT_GDN)
 def recurrent_gdn(
     q: Tensor,
     k: Tensor,
@@ -37,7 +41,7 @@ def recurrent_gdn(
     has_initial_state: Tensor | None = None,
     inplace: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """Gated DeltaNet token by token, in one launch; names as in flash-linear-attention's fused_recurrent_gated_delta_rule.
 
     As `recurrent_kda` (arguments, limits, results, errors), but with one decay per value head:
@@ -46,16 +50,11 @@ def recurrent_gdn(
         g: [B, T, HV], natural-log decay or with `use_gate_in_kernel` the raw gate input; no decay if left out.
         dt_bias: [HV].
     """
-    return run(_call(locals()))
-
-
-def plan_recurrent_gdn(*args: Any, **kwargs: Any) -> Plan:
-    """What `recurrent_gdn` with these arguments will launch."""
-    return plan(_call({"kwargs": {}, **bind(recurrent_gdn, args, kwargs)}))
-
-
-def _call(arguments: dict[str, Any]) -> DecodeCall:
-    arguments = refuse_unknown("recurrent_gdn", dict(arguments))
-    if arguments["g"] is None and arguments["use_gate_in_kernel"]:
-        raise ValueError("use_gate_in_kernel=True needs g")
-    return DecodeCall("recurrent_gdn", g_axes="" if arguments["g"] is None else "h", **arguments)
+    if kwargs:
+        refuse_unknown(RECURRENT_GDN, kwargs, ("safe_gate",))
+    return DecodeArguments(
+        q, k, v, g, beta, None, A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None, initial_state,
+        has_initial_state, cu_seqlens, cu_seqlens_cpu, state_indices, null_index, scale, lower_bound,
+        bool(use_qk_l2norm_in_kernel), bool(use_gate_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
+        bool(state_v_first), bool(output_final_state), bool(inplace),
+    )  # fmt: skip

@@ -6,12 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_tl.ops.decode import DecodeCall, bind, plan, refuse_unknown, run
-from kda_tl.ops.plan import Plan
+from kda_tl.ops.arguments import Op
+from kda_tl.ops.decode import DecodeArguments, public, refuse_unknown
+from kda_tl.specs.rules import RULES
 
-__all__ = ["plan_recurrent_kda", "recurrent_kda"]
+__all__ = ["RECURRENT_KDA", "recurrent_kda"]
+
+RECURRENT_KDA = Op("recurrent_kda", RULES["kda"])
 
 
+@public(RECURRENT_KDA)
 def recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -37,7 +41,7 @@ def recurrent_kda(
     has_initial_state: Tensor | None = None,
     inplace: bool = False,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """Kimi Delta Attention token by token, in one launch: the state of a request is read once and written once.
 
     Names are those of flash-linear-attention's fused_recurrent_kda. Right for any number of tokens, fast for few; gate,
@@ -78,13 +82,11 @@ def recurrent_kda(
         ArtifactMissing: the kernel is not built for this device; the message names the command.
         NotImplementedError: an input requires a gradient.
     """
-    return run(_call(locals()))
-
-
-def plan_recurrent_kda(*args: Any, **kwargs: Any) -> Plan:
-    """What `recurrent_kda` with these arguments will launch."""
-    return plan(_call({"kwargs": {}, **bind(recurrent_kda, args, kwargs)}))
-
-
-def _call(arguments: dict[str, Any]) -> DecodeCall:
-    return DecodeCall("recurrent_kda", g_axes="hk", **refuse_unknown("recurrent_kda", dict(arguments)))
+    if kwargs:
+        refuse_unknown(RECURRENT_KDA, kwargs, ("safe_gate",))
+    return DecodeArguments(
+        q, k, v, g, beta, None, A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None, initial_state,
+        has_initial_state, cu_seqlens, cu_seqlens_cpu, state_indices, null_index, scale, lower_bound,
+        bool(use_qk_l2norm_in_kernel), bool(use_gate_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
+        bool(state_v_first), bool(output_final_state), bool(inplace),
+    )  # fmt: skip

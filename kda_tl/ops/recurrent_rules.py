@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_tl.ops.decode import DecodeCall, run
+from kda_tl.ops.arguments import Op
+from kda_tl.ops.decode import DecodeArguments, public, refuse_unknown
+from kda_tl.specs.rules import RULES
 
 __all__ = [
     "recurrent_delta_rule",
@@ -19,7 +21,15 @@ __all__ = [
     "recurrent_simple_gla",
 ]
 
+RECURRENT_RWKV6 = Op("recurrent_rwkv6", RULES["rwkv6"], names={"q": "r", "g": "w", "bonus": "u"})
+RECURRENT_GLA = Op("recurrent_gla", RULES["gla"], names={"g": "gk"})
+RECURRENT_SIMPLE_GLA = Op("recurrent_simple_gla", RULES["simple_gla"])
+RECURRENT_LINEAR_ATTENTION = Op("recurrent_linear_attention", RULES["linear_attention"])
+RECURRENT_DELTA_RULE = Op("recurrent_delta_rule", RULES["delta_rule"])
+OPTIONS = ("state_v_first", "state_indices", "null_index", "has_initial_state", "inplace", "cu_seqlens_cpu")
 
+
+@public(RECURRENT_RWKV6)
 def recurrent_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -31,18 +41,19 @@ def recurrent_rwkv6(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """RWKV6: o = scale (S^T r + (sum r u k) v) reads first; then S = Diag(e^w) S + k v^T.
 
-    r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; u [HV, K], the bonus of the token at hand; scale
-    K ** -0.5 by default. Options: state_v_first, state_indices, null_index, has_initial_state, inplace, cu_seqlens_cpu.
+    r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; u [H, K], the bonus of the token at hand,
+    as in `chunk_rwkv6`; scale K ** -0.5 by default. Options: state_v_first, state_indices,
+    null_index, has_initial_state, inplace, cu_seqlens_cpu.
     """
-    return run(
-        DecodeCall("recurrent_rwkv6", r, k, v, w, "hk", bonus=u, delta=False, read_first=True, q_name="r", g_name="w",
-                   **_common("recurrent_rwkv6", options, scale, initial_state, output_final_state, cu_seqlens))
-    )  # fmt: skip
+    return _arguments(
+        RECURRENT_RWKV6, DecodeArguments(r, k, v, w, bonus=u), scale, initial_state, output_final_state, cu_seqlens, options
+    )
 
 
+@public(RECURRENT_GLA)
 def recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -53,12 +64,13 @@ def recurrent_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """Gated linear attention: S = Diag(e^gk) S + k v^T, o = scale S^T q. gk [B, T, HV, K]; options as `recurrent_rwkv6`."""
-    common = _common("recurrent_gla", options, scale, initial_state, output_final_state, cu_seqlens)
-    return run(DecodeCall("recurrent_gla", q, k, v, gk, "hk", delta=False, g_name="gk", **common))
+    a = DecodeArguments(q, k, v, gk)
+    return _arguments(RECURRENT_GLA, a, scale, initial_state, output_final_state, cu_seqlens, options)
 
 
+@public(RECURRENT_SIMPLE_GLA)
 def recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -69,12 +81,13 @@ def recurrent_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """Scalar decay (RetNet, Mamba-2 form): S = e^g S + k v^T, o = scale S^T q. g [B, T, HV]; options as `recurrent_rwkv6`."""
-    common = _common("recurrent_simple_gla", options, scale, initial_state, output_final_state, cu_seqlens)
-    return run(DecodeCall("recurrent_simple_gla", q, k, v, g, "h", delta=False, **common))
+    a = DecodeArguments(q, k, v, g)
+    return _arguments(RECURRENT_SIMPLE_GLA, a, scale, initial_state, output_final_state, cu_seqlens, options)
 
 
+@public(RECURRENT_LINEAR_ATTENTION)
 def recurrent_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -84,12 +97,13 @@ def recurrent_linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """Linear attention, not normalised: S = S + k v^T, o = scale S^T q. Options as `recurrent_rwkv6`."""
-    common = _common("recurrent_linear_attention", options, scale, initial_state, output_final_state, cu_seqlens)
-    return run(DecodeCall("recurrent_linear_attention", q, k, v, delta=False, **common))
+    a = DecodeArguments(q, k, v)
+    return _arguments(RECURRENT_LINEAR_ATTENTION, a, scale, initial_state, output_final_state, cu_seqlens, options)
 
 
+@public(RECURRENT_DELTA_RULE)
 def recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -101,22 +115,20 @@ def recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> DecodeArguments:
     """DeltaNet: u = beta (v - S^T k), S = S + k u^T, o = scale S^T q. beta [B, T, HV]; options as `recurrent_rwkv6`."""
-    common = _common("recurrent_delta_rule", options, scale, initial_state, output_final_state, cu_seqlens)
-    return run(
-        DecodeCall("recurrent_delta_rule", q, k, v, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **common)
+    a = DecodeArguments(q, k, v, beta=beta, use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel))
+    return _arguments(RECURRENT_DELTA_RULE, a, scale, initial_state, output_final_state, cu_seqlens, options)
+
+
+def _arguments(
+    op: Op, a: DecodeArguments, scale: float | None, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, options: dict[str, Any],
+) -> DecodeArguments:  # fmt: skip
+    refuse_unknown(op, options, OPTIONS)
+    for name in ("state_v_first", "inplace"):
+        if name in options:
+            options[name] = bool(options[name])
+    return a._replace(
+        scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state), cu_seqlens=cu_seqlens, **options
     )
-
-
-_OPTIONS = {"state_v_first", "state_indices", "null_index", "has_initial_state", "inplace", "cu_seqlens_cpu"}
-
-
-def _common(
-    op: str, options: dict[str, Any], scale: float | None, initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"{op} has no argument {min(unknown)!r}")
-    given = {"scale": scale, "initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
-    return {**given, **options}

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from kda_tl.ops.example import example_inputs, op_named
-from kda_tl.ops.explain import PLANNERS
+from kda_tl.ops.explain import DECODE_OPS, DELTALOG_OPS, PLANNERS, PREFILL_OPS
 from kda_tl.ops.plan import Plan
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.errors import ArtifactMissing, UnsupportedDevice
 from kda_tl.runtime.warmup import launch_once
+from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
-from kda_tl.specs.rules import Rule
+from kda_tl.specs.rules import RULES
 
 __all__ = ["warmup"]
 
@@ -32,9 +34,10 @@ def warmup(
 
     Args:
         what: any of these; with none, every kernel of the default set that a registry holds for the device.
-            An op or its name: called with one token, so that torch's side of it is warm as well. Of a prefill op's rule all
-            kernels that a registry holds are launched too: other dtypes, and those of sequences that are cut.
-            A spec: its kernel alone.
+            An op or its name: called with one token, so that torch's side of it is warm as well. All kernels that other calls
+            of it may take, and a registry holds, are launched too: other dtypes, other sizes, and those of sequences that are
+            cut.
+            A spec: its kernel alone, for every size.
             A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
         device: default the current CUDA device, or the cpu where there is none.
         options: keyword arguments of the ops, e.g. use_qk_l2norm_in_kernel=True.
@@ -63,13 +66,13 @@ def warmup(
             if item.arch != arch:
                 raise ValueError(f"the plan is one for {item.arch}, and {where} runs {arch}")
             for launch in item.launches:
-                launch_once(launch.spec, arch, where)
+                launch_once(launch.spec, arch, where, launch.size)
                 done.append(launch.spec.key)
         elif isinstance(item, str) or _is_op(item):
-            done.append(_call(item, arch, where, options))
-            rule = getattr(getattr(op_named(done[-1]), "op", None), "rule", None)
+            name = _call(item, arch, where, options)
+            done.append(name)
             for spec in default_specs(arch):
-                if rule is not None and _serves(spec, rule) and dispatcher.choose(spec, arch).path is not None:
+                if _serves(spec, name) and dispatcher.choose(spec, arch).path is not None:
                     launch_once(spec, arch, where)
                     done.append(spec.key)
         else:
@@ -79,7 +82,16 @@ def warmup(
     return done
 
 
-def _serves(spec: KernelSpec, rule: Rule) -> bool:
+def _serves(spec: KernelSpec, op: str) -> bool:
+    """Whether calls of `op` may launch it, whatever their dtypes and sizes."""
+    if isinstance(spec, RecurrentDecodeSpec):
+        return op in DECODE_OPS
+    if isinstance(spec, DeltaLogDecodeSpec | DeltaLogPrepSpec):
+        rule = RULES[op.removeprefix("deltalog_decode_")] if op in DELTALOG_OPS else None
+        return rule is not None and (spec.decay, spec.delta, spec.read_first) == (rule.decay, rule.delta, rule.read_first)
+    if op not in PREFILL_OPS:
+        return False
+    rule = PREFILL_OPS[op].op.rule
     if isinstance(spec, ChunkWySpec):
         return (spec.decay, spec.delta, spec.read_first) == (rule.decay, rule.delta, rule.read_first)
     return isinstance(spec, ChunkScanSpec | IntracardPreScanSpec | IntracardMergeSpec) and spec.delta == rule.delta

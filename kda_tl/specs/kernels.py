@@ -6,6 +6,7 @@ run-time values: one artifact serves them all.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ class KernelSpec:
 
     kernel: ClassVar[str] = ""
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The spec as one line of text, the name under which the manifest lists its artifact."""
         return f"{self.kernel}[" + ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)) + "]"

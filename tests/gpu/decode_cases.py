@@ -97,7 +97,7 @@ def make_decode_inputs(case: DecodeCase, device: str, seed: int) -> DecodeInputs
         raw = normal(B, T, *axes)
         args[g_name] = placed(raw if case.gate != "none" else -torch.nn.functional.softplus(raw), case.gate_dtype)
     if case.rule == "rwkv6":
-        args["u"] = normal(HV, K)
+        args["u"] = normal(H, K)
     if case.rule in DELTA and case.beta != "absent":
         args["beta"] = placed(normal(B, T, HV) if case.beta != "given" else normal(B, T, HV).sigmoid(), case.gate_dtype)
     if case.rule in ("kda", "gdn"):
@@ -182,7 +182,8 @@ def decode_truth(case: DecodeCase, inputs: DecodeInputs) -> tuple[Tensor, list[T
         for t in range(first, last):
             bonus_read = None
             if case.rule == "rwkv6":
-                bonus = (q[row, t] * args["u"].double() * k[row, t]).sum(-1, keepdim=True)
+                u = args["u"].double().repeat_interleave(group, 0)
+                bonus = (q[row, t] * u * k[row, t]).sum(-1, keepdim=True)
                 bonus_read = torch.einsum("hk,hkv->hv", q[row, t], S) + bonus * v[row, t]
             if x["d"] is not None:
                 S = x["d"][row, t].unsqueeze(-1) * S

@@ -68,7 +68,7 @@ class ServingWalk(Walk):
         x = tokens(len(slots), T, self.H, self.HV, self.rule, self.gate, self.device, self.calls)
         given = {**x}
         if self.rule == "rwkv6":
-            given["u"] = x["u"].repeat_interleave(self.HV // self.H, 0)
+            given["u"] = x["u"]
         self.cache.flush([slot for slot in slots if self.held(slot)])
         with nan_filled_memory(), torch.no_grad():
             o, _ = DENSE[self.rule](

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ class Problem:
     def workspace(self, dtype: torch.dtype = torch.float32) -> Workspace:
         """Full of NaN."""
         made = Workspace.empty(self.slots, self.HV, K, dtype, self.rule.delta, torch.device("cpu"))
-        for field in fields(made):
-            getattr(made, field.name).fill_(torch.nan)
+        for tensor in made:
+            tensor.fill_(torch.nan)
         return made
 
     def inputs(self, seed: int = 0) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles import chunks, scaling, triangular_inverse
 from kda_tl.kernels.tiles import decay_products as products
+from kda_tl.kernels.tiles.operands import LevelOperands
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget
 
 
@@ -31,11 +32,9 @@ def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts
             decay = t.column_pairs(C, K, "float32", parts)
             sums = products.PartSums(*(t.shared((parts, K), "float32") for _ in range(3)))
             bonus_row = t.shared((K,), "float32")
-            left = t.shared((C, K), "float32")
-            right = t.shared((C // 2, K), "float32")
+            operands = LevelOperands.allocate(t, C, K, "float32", parts * K // 2)
             qk = t.shared((C, C), "float32")
             kk = t.shared((C, C), "float32")
-            product = t.fragment((C, C // 2), "float32")
             for part, pair in t.each_column_pair(K, parts):
                 whole = T.alloc_local((2,), "float32")
                 for j in t.pair():
@@ -66,7 +65,7 @@ def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts
             for i, j in t.parallel(C, C):
                 qk[i, j] = 0.0
                 kk[i, j] = 0.0
-            products.decay_products(t, q_rows, k_rows, decay, sums, left, right, product, qk, kk, C, K, parts,
+            products.decay_products(t, q_rows, k_rows, decay, sums, operands, qk, kk, C, K, parts,
                                     bonus_row if read_first else None)  # fmt: skip
             for i, j in t.parallel(C, C):
                 qk_out[i, j] = qk[i, j]

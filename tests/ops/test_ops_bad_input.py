@@ -334,18 +334,6 @@ def test_a_tensor_without_memory_is_refused(op: Subject) -> None:
             refused(op, x, f"^{called} must have memory, got a Tensor whose storage is empty", ValueError)
 
 
-@pytest.mark.parametrize("op", [op for op in SUBJECTS if not op.name.startswith("chunk")], ids=lambda op: op.name)
-def test_ops_that_cannot_be_traced_say_so(op: Subject) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode()
-    for name in tensors(op.make()):
-        if name != "initial_state":
-            x = op.make()
-            x[name] = mode.from_tensor(x[name])
-            refused(op, x, rf"^{name} must have memory, got a FakeTensor: this op cannot be traced", TypeError)
-
-
 @every_op
 def test_a_graph_that_saved_a_state_refuses_to_go_backward(op: Subject) -> None:
     """Kernels write behind torch's back: autograd is told, as of any operation in place."""

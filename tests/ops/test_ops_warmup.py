@@ -88,8 +88,22 @@ def test_workspace_is_known_before_the_call(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("op", list(PLANNERS))
 def test_every_op_can_be_planned_from_sizes(op: str) -> None:
-    plan = PLANNERS[op](**example_inputs(op_named(op), tokens=70, batch=2, heads=2, value_heads=4))
+    tokens = 70 if op.startswith("chunk") else 3
+    plan = PLANNERS[op](**example_inputs(op_named(op), tokens=tokens, batch=2, heads=2, value_heads=4))
     assert plan.arch == "cpu" and plan.launches
+    with dispatcher.assume_arch("sm_90"):
+        inputs = example_inputs(op_named(op), tokens=tokens, heads=2, dtype=torch.bfloat16)
+        assert {launch.spec for launch in PLANNERS[op](**inputs).launches} <= set(default_specs("sm_90"))
+
+
+@pytest.mark.parametrize("op", ["recurrent_gla", "deltalog_decode_gdn"])
+def test_a_decode_op_is_warm_with_all_its_kernels(cpu_kernels: Registry, op: str) -> None:
+    name, *keys = kda_tl.warmup(op, device="cpu")
+    assert name == op
+    if op.startswith("deltalog"):
+        assert keys and all("decay=scalar" in key for key in keys)
+    else:
+        assert keys == [spec.key for spec in default_specs("cpu") if spec.kernel == "recurrent_decode"]
 
 
 def test_example_inputs_cost_no_memory_unless_real() -> None:

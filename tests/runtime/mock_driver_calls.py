@@ -22,6 +22,7 @@ import tvm_ffi
 from prefill_arguments import prefill_arguments
 
 from kda_tl.registry import Registry
+from kda_tl.runtime import fused
 from kda_tl.runtime.loader import load
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 
@@ -53,6 +54,28 @@ def arguments(*shape: Any) -> dict[str, dict[str, Any]]:
     return prefill_arguments(*shape, dtype=torch.bfloat16, operand_dtype=OPERANDS)
 
 
+def on_device(x: Any) -> Any:
+    return tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x
+
+
+def call_fused(kernels: dict[str, Any], calls: dict[str, dict[str, Any]]) -> str | None:
+    """Both kernels as one native call: what chunk_wy leaves to chunk_scan is cut out of one tensor."""
+    watch = fused.Watch()
+    watch.launches = [(kernels[kernel], tuple(by_name.values())) for kernel, by_name in calls.items()]
+    scratch = [calls["chunk_wy"][name] for name in ("q_decayed", "k_decayed", "k_to_end", "chunk_decay", "A_inv", "P")]
+    given = [x for by_name in calls.values() for x in by_name.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+    tensors = list({id(x): x for x in given if all(x is not part for part in scratch)}.values())
+    constant = fused._constant
+    fused._constant = lambda argument: on_device(constant(argument))
+    made = watch.fused(scratch, tensors)
+    assert made is not None
+    try:
+        made.run(*map(on_device, (torch.empty(made.scratch_bytes, dtype=torch.uint8), *tensors)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def main() -> None:
     registry, arch = Registry(sys.argv[1]), sys.argv[2]
     kernels = {}
@@ -73,6 +96,7 @@ def main() -> None:
     for shape in ((1, 1000, 2, 4, None), (3, 64, 1, 1, None), (1, 200, 4, 4, [0, 1, 63, 0, 64, 65])):
         for kernel, by_name in arguments(*shape).items():
             right.append(call(kernel, by_name))
+    fused_call = call_fused(kernels, arguments(1, 1000, 2, 4, None))
     for kernel, by_name in arguments(1, 1000, 2, 4, None).items():
         for name, value in by_name.items():
             if not isinstance(value, torch.Tensor):
@@ -86,9 +110,8 @@ def main() -> None:
                 apart = value.repeat_interleave(2, -1)[..., ::2]
                 wrong[f"{kernel} {name} stride"] = call(kernel, {**by_name, name: apart})
                 wrong[f"{kernel} {name} tokens"] = call(kernel, {**by_name, name: value[:, 1:]})
-    print(
-        json.dumps({"right": right, "wrong": wrong, "imported": sorted(name for name, module in sys.modules.items() if module)})
-    )
+    imported = sorted(name for name, module in sys.modules.items() if module)
+    print(json.dumps({"right": right, "fused": fused_call, "wrong": wrong, "imported": imported}))
 
 
 main()

@@ -37,7 +37,7 @@ def prefill_arguments(
     v = torch.randn(B, T, HV, 128, generator=generator).to(dtype)
     g, beta = -torch.rand(B, T, HV, 128, generator=generator), torch.rand(B, T, HV, generator=generator)
     workspace = Workspace.empty(slots, HV, 128, operand_dtype, True, torch.device("cpu"))
-    for tensor in vars(workspace).values():
+    for tensor in workspace:
         tensor.fill_(torch.nan)
     o, initial = torch.full_like(v, torch.nan), torch.randn(N, HV, 128, 128, generator=generator)
     calls: dict[str, tuple[Any, ...]] = {}

@@ -64,6 +64,10 @@ class TileTarget:
         """
         return T.serial(2) if self.is_cpu else T.vectorized(2)
 
+    def reciprocal(self, x: Any) -> Any:
+        """1 / x in float32, for x >= 1: on a GPU the hardware's own, which TileLang has no word for; 0 at infinity."""
+        return T.float32(1.0) / x if self.is_cpu else T.call_extern("float32", "__fdividef", T.float32(1.0), x)
+
 
 def run_time_strides(name: str, axes: str) -> tuple[Any, ...]:
     """A stride per letter of `axes`, 64 bits wide: an offset within one batch row or one pool of states may pass 2^31."""
@@ -76,3 +80,10 @@ def assume_multiples(strides, of):
     T.assume(strides[0] % of == 0)
     T.assume(strides[1] % of == 0)
     T.assume(strides[2] % of == 0)
+
+
+@T.macro
+def barrier(t):
+    """All threads of the block get here before any goes on. For programs that turn TileLang's own barriers off."""
+    if not t.is_cpu:
+        T.sync_threads()

@@ -3,25 +3,30 @@
     [ L11   0  ]^-1   [      X11         0  ]
     [ L21  L22 ]    = [ -X22 L21 X11    X22 ]
 
-All of it in float32 on the ordinary units: a 16 x 16 product is too small for a block-wide T.gemm ("No valid warp partition"),
-and one form that every target lowers, with no rounding of its operands, is worth more than tensor cores here.
+The products run on tensor cores, with every float32 operand as the sum of two TF32 numbers (three products for one), so that
+nothing is rounded that float32 would keep. A 16 x 16 product is too small for a block-wide T.gemm ("No valid warp partition"):
+warps take tiles of 16 x 8 each, by mma.
 """
 
 import tilelang.language as T
 
+from kda_tl.kernels.tiles.target import barrier
+
 BASE = 16
+TILE_ROWS, TILE_COLUMNS, TILE_INNER = 16, 8, 8
 
 
 @T.macro
 def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
     """inverse = (I + Diag(row_scale) lower)^-1.
 
-    lower: [size, size] shared float32, read below its diagonal only. row_scale: [size] shared float32. inverse: [size, size]
-    shared float32, may not alias lower. threads: of the block; every loop below has as many iterations or a multiple, because a
-    loop for some of the threads only would get a barrier for these, and the next loop none.
+    lower: [size, >= size] shared float32, read below its diagonal only, overwritten above it. row_scale: [size] shared float32.
+    inverse: [size, >= size] shared float32, may not alias lower. threads: of the block. Barriers are its own: the operands have
+    passed one, and the result may be read at once.
     """
     for i, j in t.parallel(size, size):
         inverse[i, j] = 0.0
+    barrier(t)
     # Whole warps for every block, a lane for every column of it: a row of `lower` is then one address for the warp.
     for block, column in t.parallel(size // BASE, threads * BASE // size):
         if column < BASE:
@@ -35,41 +40,90 @@ def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
             for i in list(range(BASE)):
                 inverse[block * BASE + i, block * BASE + column] = x[i]
     for half in [BASE << level for level in range((size // BASE).bit_length() - 1)]:
-        merge(t, lower, row_scale, inverse, size, half, threads * 2 // size)
+        if t.is_cpu:
+            merge_serially(lower, row_scale, inverse, size, half)
+        else:
+            merge(lower, row_scale, inverse, size, half, threads // 32)
 
 
 @T.macro
-def merge(t, lower, row_scale, inverse, size, half, lanes):
-    """From inverses of the diagonal blocks of `half` rows to those of twice as many. A thread takes half / lanes columns."""
-    strip = half // lanes
-    for pair, i, j in t.parallel(size // (2 * half), half, lanes):
-        # L21 X11, kept in the block above the diagonal, which is unused until it is cleared below.
-        total = T.alloc_local((strip,), "float32")
-        for s in T.serial(strip):
-            total[s] = 0.0
-        for m in T.unroll(half):
-            for s in T.vectorized(strip):
-                total[s] = (
-                    total[s]
-                    + lower[pair * 2 * half + half + i, pair * 2 * half + m]
-                    * inverse[pair * 2 * half + m, pair * 2 * half + j * strip + s]
-                )
-        for s in T.vectorized(strip):
-            inverse[pair * 2 * half + i, pair * 2 * half + half + j * strip + s] = (
-                row_scale[pair * 2 * half + half + i] * total[s]
+def merge(lower, row_scale, inverse, size, half, warps):
+    """From inverses of the diagonal blocks of `half` rows to those of twice as many. `lower` above its diagonal is scratch."""
+    lane = T.get_thread_binding() % 32
+    columns = half // TILE_COLUMNS
+    tiles = size // (2 * half) * (half // TILE_ROWS) * columns
+    total = T.alloc_local((4,), "float32")
+    for step in list(range(2)):
+        T.sync_threads()
+        for tile_of_warp in list(range(-(-tiles // warps))):
+            tile = T.get_thread_binding() // 32 + tile_of_warp * warps
+            base = tile // (half // TILE_ROWS * columns) * 2 * half
+            i = tile // columns % (half // TILE_ROWS) * TILE_ROWS
+            j = tile % columns * TILE_COLUMNS
+            if tile < tiles:
+                if step == 0:
+                    multiply_tile(total, lower, base + half + i, base, inverse, base, base + j, half, lane)
+                else:
+                    multiply_tile(total, inverse, base + half + i, base + half, lower, base, base + half + j, half, lane)
+                for upper in list(range(2)):
+                    row = i + lane // 4 + upper * 8
+                    column = j + lane % 4 * 2
+                    for s in T.vectorized(2):
+                        if step == 0:
+                            lower[base + row, base + half + column + s] = row_scale[base + half + row] * total[upper * 2 + s]
+                        else:
+                            inverse[base + half + row, base + column + s] = -total[upper * 2 + s]
+    T.sync_threads()
+
+
+@T.macro
+def multiply_tile(total, a, a_row, a_column, b, b_row, b_column, inner, lane):
+    """total = a[a_row:, a_column:] b[b_row:, b_column:], a 16 x 8 tile in the layout of mma's accumulator, for one warp."""
+    coarse_a, fine_a = T.alloc_local((4,), "float32"), T.alloc_local((4,), "float32")
+    coarse_b, fine_b = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+    for v in T.unroll(4):
+        total[v] = 0.0
+    for step in T.unroll(inner // TILE_INNER):
+        for v in T.unroll(4):
+            fine_a[v] = a[a_row + lane // 4 + v % 2 * 8, a_column + step * TILE_INNER + lane % 4 + v // 2 * 4]
+            coarse_a[v] = tf32(fine_a[v])
+            fine_a[v] = fine_a[v] - coarse_a[v]
+        for v in T.unroll(2):
+            fine_b[v] = b[b_row + step * TILE_INNER + lane % 4 + v * 4, b_column + lane // 4]
+            coarse_b[v] = tf32(fine_b[v])
+            fine_b[v] = fine_b[v] - coarse_b[v]
+        for left, right in [(fine_a, coarse_b), (coarse_a, fine_b), (coarse_a, coarse_b)]:
+            T.ptx_mma(
+                "float32", "m16n8k8", "row", "col", "tf32", "tf32", "fp32", left.data, 0, right.data, 0, total.data, 0,
+                T.bool(False),
+            )  # fmt: skip
+
+
+@T.macro
+def tf32(x):
+    """x without the bits of its mantissa that TF32 has not."""
+    return T.reinterpret(T.reinterpret(x, "uint32") & T.uint32(0xFFFFE000), "float32")
+
+
+@T.macro
+def merge_serially(lower, row_scale, inverse, size, half):
+    """`merge` for one thread."""
+    for pair, i, j in T.grid(size // (2 * half), half, half):
+        total = T.alloc_var("float32", init=0.0)
+        total = 0.0
+        for m in T.serial(half):
+            total = (
+                total
+                + lower[pair * 2 * half + half + i, pair * 2 * half + m] * (inverse[pair * 2 * half + m, pair * 2 * half + j])
             )
-    for pair, i, j in t.parallel(size // (2 * half), half, lanes):
-        total = T.alloc_local((strip,), "float32")
-        for s in T.serial(strip):
-            total[s] = 0.0
-        for m in T.unroll(half):
-            for s in T.vectorized(strip):
-                total[s] = (
-                    total[s]
-                    + inverse[pair * 2 * half + half + i, pair * 2 * half + half + m]
-                    * inverse[pair * 2 * half + m, pair * 2 * half + half + j * strip + s]
-                )
-        for s in T.vectorized(strip):
-            inverse[pair * 2 * half + half + i, pair * 2 * half + j * strip + s] = -total[s]
-    for pair, i, j in t.parallel(size // (2 * half), half, half):
-        inverse[pair * 2 * half + i, pair * 2 * half + half + j] = 0.0
+        lower[pair * 2 * half + i, pair * 2 * half + half + j] = row_scale[pair * 2 * half + half + i] * total
+    for pair, i, j in T.grid(size // (2 * half), half, half):
+        total = T.alloc_var("float32", init=0.0)
+        total = 0.0
+        for m in T.serial(half):
+            total = (
+                total
+                + inverse[pair * 2 * half + half + i, pair * 2 * half + half + m]
+                * (lower[pair * 2 * half + m, pair * 2 * half + half + j])
+            )
+        inverse[pair * 2 * half + half + i, pair * 2 * half + j] = -total

@@ -1,0 +1,202 @@
+"""The launches of an op as one native call: the same kernels, on the same tensors, with the same results."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from extern_kernels import extern_kernel
+from torch import Tensor
+
+import kda_tl
+from kda_tl.ops import prefill_decision, prefill_launch
+from kda_tl.ops.known import Known
+from kda_tl.ops.prefill_decision import Decision
+from kda_tl.runtime import dispatcher, fused
+from kda_tl.runtime.counters import counters, reset_counters
+
+pytestmark = [pytest.mark.tilelang, pytest.mark.usefixtures("cpu_kernels")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """kda_tl.launches, compiled as a build for a GPU arch does."""
+    from kda_tl.compiler.support import compile_helper
+
+    if tvm_ffi.get_global_func("kda_tl.launches", allow_missing=True) is None:
+        path = tmp_path_factory.mktemp("native") / "libkda_tl_native.so"
+        path.write_bytes(compile_helper())
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The cpu's kernels behind TVM-FFI's interface, and calls fused as a GPU's are. Gives the kernels in the order of calls."""
+    called: list[str] = []
+    find, made = dispatcher.kernel, {}
+
+    def kernel(spec: Any, *rest: Any) -> Any:
+        if spec.key not in made:
+            function = find(spec, *rest)
+            made[spec.key] = extern_kernel(lambda *arguments: (called.append(spec.kernel), function(*arguments)))
+        return made[spec.key]
+
+    def launch(d: Decision, *arguments: Any) -> None:
+        whole = d.whole_v and not d.padding
+        d.to_fuse = whole and d.fused is None
+        plain(d, *arguments)
+
+    plain = prefill_launch.launch
+    known: Known[Decision] = Known()
+    monkeypatch.setattr(prefill_launch, "launch", launch)
+    monkeypatch.setattr(dispatcher, "kernel", kernel)
+    for name in ("known", "remember"):
+        found = known.get if name == "known" else known.put
+        monkeypatch.setattr(f"kda_tl.ops.prefill_library.{name}", found)
+    yield called
+
+
+def inputs(seed: int, T: int = 150, K: int = 128, heads: int = 2) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(1, T, heads, K), dim=-1) for _ in range(2))
+    return {
+        "q": q,
+        "k": k,
+        "v": normal(1, T, heads, K),
+        "g": -normal(1, T, heads, K).abs(),
+        "beta": normal(1, T, heads).sigmoid(),
+    }
+
+
+def unfused(x: dict[str, Any]) -> tuple[Tensor, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_maker", lambda: None)
+        patch.setattr("kda_tl.ops.prefill_library.known", lambda key: None)
+        patch.setattr("kda_tl.ops.prefill_library.remember", lambda key, decision: None)
+        return kda_tl.chunk_kda(**x)
+
+
+def with_everything(seed: int) -> dict[str, Any]:
+    options = dict.fromkeys(
+        ("use_gate_in_kernel", "output_final_state", "state_v_first", "return_intermediate_states", "use_qk_l2norm_in_kernel"),
+        True,
+    )
+    given = {"A_log": torch.randn(2), "dt_bias": torch.randn(2, 128), "initial_state": torch.randn(1, 2, 128, 128)}
+    return inputs(seed) | options | given
+
+
+def apart(seed: int) -> dict[str, Any]:
+    """Rows that no kernel can read where they lie."""
+    return {name: torch.stack([x, x], -1)[..., 0] if name != "beta" else x for name, x in inputs(seed).items()}
+
+
+def in_a_pool(seed: int) -> dict[str, Any]:
+    mask = torch.tensor([seed % 2 == 0])
+    pool = {"initial_state": torch.randn(5, 2, 128, 128), "state_indices": torch.tensor([3]), "has_initial_state": mask}
+    return inputs(seed) | pool | {"output_final_state": True}
+
+
+CALLS: dict[str, Any] = {
+    "dense": inputs,
+    "gate and states": with_everything,
+    "pack": lambda seed: inputs(seed, K=64) | {"cu_seqlens": torch.tensor([0, 10, 10, 140]), "output_final_state": True},
+    "segments": lambda seed: inputs(seed, T=300) | {"intracard_segments": 3, "output_final_state": True},
+    "converted": lambda seed: {name: x.bfloat16() for name, x in inputs(seed).items()},
+    "apart": apart,
+    "pool": in_a_pool,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fused_call_gives_the_same_bits(name: str, as_on_a_gpu: list[str]) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = CALLS[name](seed)
+        pool = x.get("initial_state")
+        kept = None if pool is None else pool.clone()
+        reset_counters()
+        found = kda_tl.chunk_kda(**x)
+        fused_calls, launched = counters().hits, list(as_on_a_gpu)
+        as_on_a_gpu.clear()
+        after = None if pool is None else pool.clone()
+        if pool is not None:
+            pool.copy_(kept)
+        expected = unfused(x)
+        assert launched == as_on_a_gpu and (seed == 0 or fused_calls == len(launched))
+        as_on_a_gpu.clear()
+        for a, b in zip((*found, after), (*expected, pool)):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_tensors_that_are_one_are_not_taken_for_each_other(as_on_a_gpu: list[str]) -> None:
+    """q is k in the call that is watched, and not in the next."""
+    x = inputs(0)
+    kda_tl.chunk_kda(**{**x, "q": x["k"]})
+    for _ in range(3):
+        o = kda_tl.chunk_kda(**x)[0]
+    assert torch.equal(o, unfused(x)[0])
+    assert not torch.equal(kda_tl.chunk_kda(**{**x, "q": x["k"]})[0], o)
+
+
+def test_a_decision_keeps_no_tensor_of_a_call(as_on_a_gpu: list[str]) -> None:
+    x = CALLS["gate and states"](0)
+    references = [weakref.ref(x[name]) for name in ("q", "v", "initial_state")]
+    for _ in range(3):
+        results = kda_tl.chunk_kda(**x)
+    references.append(weakref.ref(results[0]))
+    del x, results
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+def test_without_the_native_function_or_with_ranges_kernels_are_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = fused.Watch()
+    watch.of(lambda x: None)(1)
+    assert watch.fused([], []) is None
+    monkeypatch.setattr(fused, "_maker", lambda: None)
+    watch = fused.Watch()
+    watch.of(tvm_ffi.get_global_func("testing.nop"))(1)
+    assert watch.fused([], []) is None
+
+
+def test_a_tensor_of_unknown_origin_is_refused() -> None:
+    watch = fused.Watch()
+    watch.of(tvm_ffi.get_global_func("testing.nop"))(torch.zeros(3))
+    with pytest.raises(AssertionError, match=r"a tensor \[3\] is neither handed over nor part of the workspace"):
+        watch.fused([], [])
+
+
+def test_views_lie_apart_in_the_scratch_tensor() -> None:
+    seen: list[Tensor] = []
+    watch = fused.Watch()
+    parts = [torch.zeros(3, 5), torch.zeros(7, dtype=torch.float16), torch.zeros(2, 2, 2, dtype=torch.bfloat16)]
+    watch.of(extern_kernel(lambda *a: seen.extend(a)))(*parts, 5, 0.5)
+    run = watch.fused(parts, [])
+    assert run is not None and run.scratch_bytes == 3 * 512
+    seen.clear()
+    run(torch.device("cpu"))
+    assert [(x.shape, x.dtype, x.stride()) for x in seen[:3]] == [(x.shape, x.dtype, x.stride()) for x in parts]
+    start = seen[0].data_ptr()
+    assert [x.data_ptr() - start for x in seen[:3]] == [0, 512, 1024] and seen[3:] == [5, 0.5]
+
+
+def test_an_error_of_a_kernel_is_raised() -> None:
+    watch = fused.Watch()
+    function = tvm_ffi.convert(lambda fail: 1 / fail)
+    watch.of(function)(1)
+    watch.launches[0] = (function, (0,))
+    run = watch.fused([], [])
+    assert run is not None
+    with pytest.raises(RuntimeError, match="division by zero"):
+        run(torch.device("cpu"))
+    assert prefill_decision.known(None) is None
