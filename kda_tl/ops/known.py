@@ -83,10 +83,12 @@ def offsets_known(key: list[object], cu_seqlens: Tensor | None, cu_seqlens_cpu: 
     for offsets in (cu_seqlens, cu_seqlens_cpu):
         if offsets is None:
             continue
-        if type(offsets) is not Tensor or offsets.dim() != 1 or offsets.dtype not in OFFSETS:
+        if type(offsets) is not Tensor or offsets.layout is not STRIDED or offsets.is_nested:
+            return False
+        if offsets.dim() != 1 or offsets.dtype not in OFFSETS:
             return False
         if offsets.device.type == "cpu":
-            key += (offsets.dtype, offsets.stride(), *offsets.tolist())
+            key += (offsets.dtype, *offsets.tolist())
         elif offsets is cu_seqlens_cpu:
             return False
     return True
