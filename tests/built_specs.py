@@ -12,17 +12,21 @@ from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 
-__all__ = ["CUDA_ARCHS", "built_specs"]
+__all__ = ["CUDA_ARCHS", "SPILLED", "built_specs"]
+
+SPILLED = {128: 4}
+"""Bytes that may be spilled, by V tile: where one warpgroup holds all of a head's state, one register, outside of the loops."""
 
 CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
 
-ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec()]
+ONE_PER_OP: list[KernelSpec] = [ChunkWySpec(), ChunkScanSpec(), RecurrentDecodeSpec(), DeltaLogDecodeSpec(one_token=True)]
 MORE_FOR_SM_90: list[KernelSpec] = [
     IntracardPreScanSpec(),
     IntracardMergeSpec(),
     ChunkScanSpec(state_dtype="bfloat16"),
     RecurrentDecodeSpec(state_dtype="bfloat16"),
     DeltaLogPrepSpec(),
+    DeltaLogDecodeSpec(),
     DeltaLogDecodeSpec(prepared=True),
 ]
 

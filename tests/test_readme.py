@@ -21,7 +21,7 @@ from kda_tl.compiler.errors import BuildError, ToolchainError
 from kda_tl.ops.offered import dtype_table
 from kda_tl.registry import BundleError, Registry
 from kda_tl.specs.archs import ARCHS
-from kda_tl.specs.schedules import ScheduleFileError
+from kda_tl.specs.schedule_file import ScheduleFileError
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,8 +4,8 @@
     python tools/bench_chunk_kda.py measure DIR [--out FILE]  on the device: needs torch and apache-tvm-ffi only
 
 Prints, per variant, head count and gate: the error against the float64 recurrence, and medians of CUDA events in milliseconds
-on random inputs (bfloat16, B 1, T 8192, K = V = 128, g in float32, states in and out), next to each kernel's byte floor at the
-copy bandwidth measured in the same run.
+on random inputs (bfloat16, B 1, T 8192, K = V = 128, g in float32, states in and out), next to each kernel's floor
+(`kda_tl.specs.floors`) at the copy bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kda_tl.ops.prefill_launch import GateOptions, Workspace, launch_chunk_scan,
 from kda_tl.reference import recurrent_kda  # noqa: E402
 from kda_tl.registry import Registry  # noqa: E402
 from kda_tl.runtime.loader import load  # noqa: E402
+from kda_tl.specs.floors import Problem, cost, floor_ms  # noqa: E402
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec  # noqa: E402
 from kda_tl.specs.schedules import ChunkScanSchedule, ChunkWySchedule  # noqa: E402
 
@@ -116,7 +117,7 @@ def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: in
             raise SystemExit(f"{name}: error {error:.1e} is over {TOLERANCE}: not timed")
         is_wy = name in wys
         yield {
-            "variant": name, "heads": heads, "gate": gate, "error": error, "units": 8 if is_wy else 6,
+            "variant": name, "heads": heads, "gate": gate, "error": error, "spec": WY if is_wy else SCAN,
             "ms": time_ms(functools.partial(run_wy, wy) if is_wy else functools.partial(run_scan, scan)),
         }  # fmt: skip
 
@@ -124,18 +125,18 @@ def measure_rows(wys: Kernels, scans: Kernels, heads: int, gate: str, tokens: in
 def measure(root: Path, heads: list[int], tokens: int, out: Path | None) -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, a copy moves {bandwidth / 1e12:.2f} TB/s; milliseconds")
-    print(f"{'variant':24s} heads    gate    error      ms   floor")
+    print(f"{'variant':24s} heads    gate    error      ms   floor  over floor")
     wys, scans = kernels(root, WY, WY_VARIANTS), kernels(root, SCAN, SCAN_VARIANTS)
     rows = []
     for count in heads:
-        # chunk_wy reads q, k and g (float32: two units) and writes four units; chunk_scan reads these and v, and writes o.
-        unit = tokens * count * 128 * 2 / bandwidth * 1e3
+        problem = Problem(tokens=tokens, H=count, HV=count)
         for gate in ("strong", "weak"):
             for row in measure_rows(wys, scans, count, gate, tokens):
-                row["floor"] = row.pop("units") * unit
+                row["floor"] = floor_ms(cost(row.pop("spec"), problem), ARCH, bandwidth)
                 rows.append(row)
                 print(
-                    f"{row['variant']:24s} {count:5d} {gate:>7s} {row['error']:8.1e} {row['ms']:7.3f} {row['floor']:7.3f}",
+                    f"{row['variant']:24s} {count:5d} {gate:>7s} {row['error']:8.1e} {row['ms']:7.3f} {row['floor']:7.3f} "
+                    f"{row['ms'] / row['floor']:11.2f}",
                     flush=True,
                 )
     if out is not None:

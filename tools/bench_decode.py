@@ -5,7 +5,7 @@
 
 Without DIR, `measure` times the artifacts of the registry on the search path. Each row is first checked against the float64
 recurrence; then it prints milliseconds per layer and token (median over graph replays), bytes per second that were moved, and
-the time over the floor of these bytes at 4.3 TB/s. One token per request, K = V = 128, bfloat16 activations, gate, l2 norm and
+the time over the floor (`kda_tl.specs.floors`). One token per request, K = V = 128, bfloat16 activations, gate, l2 norm and
 sigmoid in the kernel, states updated in place in a pool; KDA with H = HV = 32, GDN with H 16, HV 32, RWKV6 with H = HV = 32.
 """
 
@@ -28,9 +28,10 @@ from decode_cases import OPS, DecodeCase, decode_truth, make_decode_inputs, rela
 
 from kda_tl.registry import Registry  # noqa: E402
 from kda_tl.specs.decode import RecurrentDecodeSchedule, RecurrentDecodeSpec  # noqa: E402
+from kda_tl.specs.floors import Cost, Problem, decode_cost, floor_ms  # noqa: E402
+from kda_tl.specs.rules import RULES as RULE_OF  # noqa: E402
 
 ARCH = "sm_90"
-BANDWIDTH = 4.3e12
 LAYERS = 4
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RULES = {
@@ -59,10 +60,10 @@ def prepare(root: Path) -> None:
             print(f"{name}: {result.spec.key} {result.seconds:.0f} s {usage}", flush=True)
 
 
-def bytes_moved(case: DecodeCase, g_elements: int) -> int:
-    states = 2 * case.N * case.HV * case.K * case.V * case.state_dtype.itemsize
-    activations = case.N * (2 * case.H * case.K + 2 * case.HV * case.V) * case.dtype.itemsize
-    return states + activations + g_elements * case.gate_dtype.itemsize
+def cost_of(case: DecodeCase) -> Cost:
+    dtype, state, gate = (str(kind).removeprefix("torch.") for kind in (case.dtype, case.state_dtype, case.gate_dtype))
+    problem = Problem(case.N, 1, case.H, case.HV, V=case.V)
+    return decode_cost(RULE_OF[case.rule], RecurrentDecodeSpec(case.K, dtype, state), problem, gate)
 
 
 def layers(case: DecodeCase) -> list[dict[str, Any]]:
@@ -123,9 +124,8 @@ def measure(root: Path | None, batches: list[int], rules: list[str], out: Path |
                 error = check(replace(RULES[rule], state_dtype=dtype))
                 for batch in batches:
                     case = replace(RULES[rule], N=batch, state_dtype=dtype)
-                    moved = bytes_moved(case, batch * case.HV * (1 if rule == "gdn" else case.K))
-                    ms = time_ms(case)
-                    floor = moved / BANDWIDTH * 1e3
+                    least, ms = cost_of(case), time_ms(case)
+                    moved, floor = least.bytes, floor_ms(least, ARCH)
                     rows.append({"variant": name, "rule": rule, "state": label, "batch": batch, "error": error, "ms": ms,
                                  "bytes": moved, "floor_ms": floor})  # fmt: skip
                     print(

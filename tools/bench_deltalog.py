@@ -1,17 +1,19 @@
 """Times DeltaLog decode as a server runs it, each kernel checked before it is timed.
 
-    python tools/bench_deltalog.py prepare DIR               anywhere: builds every variant for sm_90 into DIR
-    python tools/bench_deltalog.py measure [DIR] [--out F]   on the device: needs torch and apache-tvm-ffi only
+    python tools/bench_deltalog.py prepare DIR [--rules ..] [--bases ..]   anywhere: builds every variant for sm_90 into DIR
+    python tools/bench_deltalog.py measure [DIR] [..] [--out F]            on the device: needs torch and apache-tvm-ffi only
 
 One token per request, bfloat16 activations, K = V = 128, 32 value heads; gate, l2 norm and sigmoid in the kernel. A CUDA graph
 holds a whole merge cycle of four layers, whose buffers rotate so that nothing is served from L2, with cursors staggered over
-the requests; printed is the median over replays, in milliseconds per layer and step. The floor is the step's traffic at the
-faster of a copy and a read-only stream, both measured in the same run. Without DIR, the registry of the search path is
-measured."""
+the requests; printed is the median over replays, in milliseconds per layer and step. The floor is that of
+`kda_tl.specs.floors` at the faster of a copy and a read-only stream, both measured in the same run. Without DIR, the registry
+of the search path is measured."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -28,32 +30,45 @@ from chunk_kda_cases import relative_error  # noqa: E402
 from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
 
 from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
-from kda_tl.specs.deltalog import DeltaLogDecodeSchedule, deltalog_default_specs  # noqa: E402
+from kda_tl.specs.deltalog import RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec  # noqa: E402
+from kda_tl.specs.floors import Cost, Problem, cost, floor_ms  # noqa: E402
 
 ARCH, HV, K, V, LAYERS = "sm_90", 32, 128, 128, 4
 HEADS = {"kda": 32, "gdn": 16, "rwkv6": 32}
 BASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VARIANTS = {
-    "v32-t128-b4": {"block_v": 32, "threads": 128, "min_blocks": 4},
-    "v32-t128-b5": {"block_v": 32, "threads": 128, "min_blocks": 5},
-    "v32-t256-b3": {"block_v": 32, "threads": 256, "min_blocks": 3},
     "v64-t128-b4": {"block_v": 64, "threads": 128, "min_blocks": 4},
-    "v64-t256-b2": {"block_v": 64, "threads": 256, "min_blocks": 2},
+    "v64-t128-b5": {"block_v": 64, "threads": 128, "min_blocks": 5},
+    "v64-t128-b7": {"block_v": 64, "threads": 128, "min_blocks": 7},
     "v128-t256-b2": {"block_v": 128, "threads": 256, "min_blocks": 2},
+    "v128-t256-b3": {"block_v": 128, "threads": 256, "min_blocks": 3},
+    "v128-t128-b4": {"block_v": 128, "threads": 128, "min_blocks": 4},
+    "v32-t128-b8": {"block_v": 32, "threads": 128, "min_blocks": 8},
 }
+"""Those that spill for want of registers are built too, and say so."""
 
 
-def prepare(root: Path) -> None:
+def prepare(root: Path, options: argparse.Namespace) -> None:
     from kda_tl.compiler.build import build
     from kda_tl.registry import Registry
 
-    specs = deltalog_default_specs(is_cpu=False)
-    for name, fields in VARIANTS.items():
+    specs: list[Any] = []
+    for rule, base in itertools.product(options.rules, options.bases):
+        spec = DeltaLogDecodeSpec(state_dtype=str(BASES[base]).removeprefix("torch."), one_token=True, **RULES[rule])  # type: ignore[arg-type]
+        specs.append(spec)
+        if options.launches == 2:
+            specs[-1] = dataclasses.replace(spec, one_token=False, prepared=True)
+            specs.append(specs[-1].prep_spec)
+    specs = list(dict.fromkeys(specs))
+    for name in options.variants:
         schedules: dict[Any, Any] = {
-            spec: DeltaLogDecodeSchedule(**fields) for spec in specs if spec.kernel == "deltalog_decode"
+            spec: DeltaLogDecodeSchedule(**VARIANTS[name]) for spec in specs if spec.kernel == "deltalog_decode"
         }
-        for result in build(ARCH, specs, Registry(root / name), schedules=schedules):
-            print(f"{name}: {result.spec.key} {result.seconds:.0f} s", flush=True)
+        registry = Registry(root / name)
+        for result in build(ARCH, specs, registry, schedules=schedules):
+            usage = registry.load_meta(registry.root / "artifacts" / result.id)["resources"][0]
+            spilled = f", {usage['spill_stores']} bytes spilled" if usage["spill_stores"] else ""
+            print(f"{name}: {result.spec.key} {result.seconds:.0f} s, {usage['registers']} registers{spilled}", flush=True)
 
 
 def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
@@ -79,14 +94,10 @@ def bandwidths() -> tuple[float, float]:
     return copy, read
 
 
-def step_bytes(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int) -> float:
-    """Traffic of one step of one layer: base, log, activations; cursors and indices are left out."""
-    decay = K if rule != "gdn" else 1
-    entry = 2 * K + 4 * V + 4 * decay
-    base = K * V * state_dtype.itemsize * (1 + 1 / merge_every)
-    log = entry * (merge_every - 1) / 2 + entry * (merge_every - 1) / merge_every
-    inputs = 2 * (2 * K * HEADS[rule] / HV + V + decay + V)
-    return batch * HV * (base + log + inputs)
+def step_cost(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int) -> Cost:
+    """Of one step of one layer."""
+    spec = DeltaLogDecodeSpec(K, V, state_dtype=str(state_dtype).removeprefix("torch."), **RULES[rule])  # type: ignore[arg-type]
+    return cost(spec, Problem(batch, 1, HEADS[rule], HV, V=V), DeltaLogDecodeSchedule(merge_every=merge_every))
 
 
 def inputs_of(rule: str, batch: int, seed: int) -> dict[str, Any]:
@@ -145,25 +156,25 @@ def measure(root: Path | None, options: argparse.Namespace) -> None:
     print(f"{torch.cuda.get_device_name()}: {rates}; milliseconds")
     print(f"{'variant':14s} {'rule':6s} base launches every     B  error/limit     time    floor  times floor")
     rows = []
-    for name in VARIANTS if root is not None else ["registry"]:
+    names = [name for name in options.variants if (root / name).is_dir()] if root is not None else ["registry"]
+    for name, rule, base in itertools.product(names, options.rules, options.bases):
         if root is not None:
             os.environ["KDA_TL_REGISTRY"] = str(root / name)
-        for rule in options.rules:
-            for base in options.bases:
-                error = check(rule, BASES[base], 64, options.merge_every, options.launches)
-                for batch in options.batches:
-                    ms, every = measure_row(rule, BASES[base], batch, options.merge_every, options.launches)
-                    floor = step_bytes(rule, BASES[base], batch, every) / max(copy, read) * 1e3
-                    row = {"variant": name, "rule": rule, "base": base, "launches": options.launches, "merge_every": every}
-                    rows.append({**row, "batch": batch, "error_of_limit": error, "ms": ms, "floor_ms": floor})
-                    print(
-                        f"{name:14s} {rule:6s} {base:4s} {options.launches:8d} {every:5d} {batch:5d} {error:12.2f} {ms:8.4f} "
-                        f"{floor:8.4f} {ms / floor:12.2f}",
-                        flush=True,
-                    )
-    if options.out is not None:
-        content = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": copy, "read_bytes_per_s": read, "rows": rows}
-        options.out.write_text(json.dumps(content, indent=1))
+        for interval in options.merge_every:
+            error = check(rule, BASES[base], 64, interval, options.launches)
+            for batch in options.batches:
+                ms, every = measure_row(rule, BASES[base], batch, interval, options.launches)
+                floor = floor_ms(step_cost(rule, BASES[base], batch, every), ARCH, max(copy, read))
+                row = {"variant": name, "rule": rule, "base": base, "launches": options.launches, "merge_every": every}
+                rows.append({**row, "batch": batch, "error_of_limit": error, "ms": ms, "floor_ms": floor})
+                print(
+                    f"{name:14s} {rule:6s} {base:4s} {options.launches:8d} {every:5d} {batch:5d} {error:12.2f} {ms:8.4f} "
+                    f"{floor:8.4f} {ms / floor:12.2f}",
+                    flush=True,
+                )
+                if options.out is not None:  # after every row: a run that is cut short leaves what it has
+                    content = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": copy, "read_bytes_per_s": read}
+                    options.out.write_text(json.dumps({**content, "rows": rows}, indent=1))
 
 
 def main() -> None:
@@ -173,7 +184,8 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", choices=list(OPS), default=list(OPS))
     parser.add_argument("--bases", nargs="+", choices=list(BASES), default=list(BASES))
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--merge-every", type=int, help="default: the schedule's")
+    parser.add_argument("--merge-every", type=int, nargs="+", default=[None], help="default: the schedule's")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--launches", type=int, choices=(1, 2), default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -183,7 +195,7 @@ def main() -> None:
     elif options.dir is None:
         parser.error("prepare needs DIR")
     else:
-        prepare(options.dir)
+        prepare(options.dir, options)
 
 
 if __name__ == "__main__":

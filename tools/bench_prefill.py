@@ -3,7 +3,8 @@
     python tools/bench_prefill.py [--out FILE]    on the device, with `kda-tl build` artifacts on the registry search path
 
 Per case: the error of two heads against the float64 recurrence, then medians in milliseconds of CUDA events around the call and
-of a CUDA graph's replays, with the plan's cut into segments and with sequences in one piece; last, the host's time per call.
+of a CUDA graph's replays, with the plan's cut into segments and with sequences in one piece, and the planned graph's time over
+the op's floor (`kda_tl.specs.floors`: inputs read once, outputs written once); last, the host's time per call.
 bfloat16, K = V = 128, random inputs. Gates: "strong" (A_log = log U(1, 16)) and "weak" (dt_bias = -8) are bounded at -5.
 """
 
@@ -25,6 +26,8 @@ from chunk_kda_cases import TOLERANCE, relative_error  # noqa: E402
 
 import kda_tl  # noqa: E402
 from kda_tl.reference import beta_sigmoid, gdn_gate, kda_gate, l2norm, recurrent_rule  # noqa: E402
+from kda_tl.specs.floors import Problem, floor_ms, prefill_cost  # noqa: E402
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec  # noqa: E402
 from kda_tl.specs.rules import RULES  # noqa: E402
 
 OPS = {"kda": kda_tl.chunk_kda, "gdn": kda_tl.chunk_gdn}
@@ -78,6 +81,15 @@ def error_of_two_heads(rule: str, x: dict[str, Any], options: dict[str, Any], o:
     return max(relative_error(o[:, :, :2], o_true), relative_error(state[:, :2], state_true))
 
 
+def op_floor_ms(rule: str, lengths: list[int], H: int, HV: int) -> float:
+    """Tokens of a pack count as those of sequences of equal length."""
+    wy, scan = ChunkWySpec(gate_dtype="bfloat16", decay=RULES[rule].decay), ChunkScanSpec()
+    problem = Problem(len(lengths), -(-sum(lengths) // len(lengths)), H, HV)
+    found = floor_ms(prefill_cost(wy, scan, problem), "sm_90")
+    assert found is not None
+    return found
+
+
 def captured(call: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -107,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, milliseconds: events and (graph)")
-    print("rule  lengths            H  HV      gate    error   as planned         one piece")
+    print("rule  lengths            H  HV      gate    error   as planned         one piece    floor  over floor")
     rows = []
     for rule, lengths, H, HV, gate in CASES:
         x, flags = make_inputs(rule, lengths, H, HV, gate)
@@ -124,13 +136,15 @@ def main() -> None:
             graph = captured(call)
             row[f"graph {name}"] = time_ms(graph.replay)
             del graph
+        row["floor_ms"] = op_floor_ms(rule, lengths, H, HV)
         rows.append(row)
         shown = (
             f"{lengths[0]} x {len(lengths)}" if len(set(lengths)) == 1 else f"{len(lengths)} of {min(lengths)}-{max(lengths)}"
         )
         print(
             f"{rule:5s} {shown:16s} {H:3d} {HV:3d} {gate:>9s} {row['error planned']:8.1e} {row['ms planned']:7.3f} "
-            f"({row['graph planned']:.3f}) {row['ms one piece']:9.3f} ({row['graph one piece']:.3f})",
+            f"({row['graph planned']:.3f}) {row['ms one piece']:9.3f} ({row['graph one piece']:.3f}) {row['floor_ms']:8.3f} "
+            f"{row['graph planned'] / row['floor_ms']:11.2f}",
             flush=True,
         )
     host = host_microseconds()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kda_tl.cli.shared import arch_option, registry_option, size, stored_bytes, table
+from kda_tl.cli.shared import arch_option, registry_option, size, sized, stored_bytes, table
 from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.kernels import KernelSpec, spec_of_key
-from kda_tl.specs.schedules import ScheduleFileError
+from kda_tl.specs.schedules import Schedule, schedule_classes
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -74,7 +74,7 @@ def build(arch: tuple[str, ...], jobs: int | None, specs: tuple[KernelSpec, ...]
         for name in dict.fromkeys(arch):
             try:
                 _build_arch(name, specs, jobs, target)
-            except (BuildError, RegistryError, ScheduleFileError, OSError) as error:
+            except (BuildError, RegistryError, OSError) as error:
                 failures.append(f"{name}: {error}")
     except RegistryError as error:
         failures.append(str(error))
@@ -92,7 +92,7 @@ def _build_arch(arch: str, specs: Sequence[KernelSpec], jobs: int | None, regist
     finished: list[BuildResult] = []
     start = time.perf_counter()
     try:
-        with _progress(arch, len(specs)) as tell:
+        with _progress(arch, sum(len(_schedules(spec, arch)) for spec in specs)) as tell:
 
             def on_finished(result: BuildResult) -> None:
                 finished.append(result)
@@ -102,6 +102,19 @@ def _build_arch(arch: str, specs: Sequence[KernelSpec], jobs: int | None, regist
     finally:
         if finished:
             click.echo(_report(arch, finished, registry, time.perf_counter() - start))
+
+
+def _schedules(spec: KernelSpec, arch: str) -> dict[Schedule, int | None]:
+    """What is built of a spec, and the largest problem that each is for."""
+    return {one.schedule: one.up_to for one in schedule_classes(spec, arch)}
+
+
+def _label(result: BuildResult, arch: str) -> str:
+    """The spec, and where several artifacts serve it, the sizes that this one is for."""
+    found = _schedules(result.spec, arch)
+    if result.schedule not in found:
+        return result.spec.key
+    return sized(result.spec.key, found[result.schedule], len(found))
 
 
 @contextmanager
@@ -121,7 +134,7 @@ def _progress(arch: str, total: int) -> Iterator[Callable[[BuildResult], None]]:
     def line(result: BuildResult) -> None:
         nonlocal count
         count += 1
-        click.echo(f"{arch} {count}/{total}  {result.spec.key}  {_took(result)}", err=True)
+        click.echo(f"{arch} {count}/{total}  {_label(result, arch)}  {_took(result)}", err=True)
 
     yield line
 
@@ -135,14 +148,14 @@ def _took(result: BuildResult) -> str:
 def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elapsed: float) -> str:
     row = arch_row(arch)
     rows, total, spilling, failed = [], 0, 0, sum(result.error is not None for result in results)
-    for result in sorted(results, key=lambda result: result.spec.key):
+    for result in sorted(results, key=lambda result: _order(result, arch)):
         if result.error is not None:
-            rows.append((_took(result), "-", "-", "-", "-", result.spec.key))
+            rows.append((_took(result), "-", "-", "-", "-", _label(result, arch)))
             continue
         meta = registry.load_meta(registry.root / "artifacts" / result.id)
         total += stored_bytes(meta)
         spilling += _spills(meta) > 0
-        rows.append((_took(result), *_resources(meta), size(stored_bytes(meta)), result.spec.key))
+        rows.append((_took(result), *_resources(meta), size(stored_bytes(meta)), _label(result, arch)))
     header = ("time", "shared memory", "registers", "spills", "size", "spec")
     lines = [
         f"{arch}: {counted(len(results) - failed, 'program')} in {elapsed:.1f} s" + (f", {failed} failed" if failed else "")
@@ -160,6 +173,11 @@ def _report(arch: str, results: Sequence[BuildResult], registry: Registry, elaps
     if not row.measured:
         lines.append(f"  Never run or timed on such a device: calls take sm_89's artifacts unless KDA_TL_ARCH={arch}.")
     return "\n".join(lines)
+
+
+def _order(result: BuildResult, arch: str) -> tuple[str, float]:
+    up_to = _schedules(result.spec, arch).get(result.schedule) if result.schedule is not None else None
+    return result.spec.key, float("inf") if up_to is None else up_to
 
 
 def _resources(meta: dict[str, Any]) -> tuple[str, str, str]:

@@ -209,6 +209,8 @@ def _device(index: int) -> Check:
         arch = dispatcher.device_arch(torch.device("cuda", index))
     except (UnsupportedDevice, ValueError) as error:
         return Check(subject, "problem", f"{about}: {error}", "use another device, or unset KDA_TL_ARCH")
+    if unknown := dispatcher.provisional(index):
+        about += f", a {unknown}"
     row = ARCHS[arch]
     ptx = row.capability is not None and row.capability[0] != properties.major
     return _coverage(arch, subject, about + (", through PTX: right, not tuned" if ptx else ""))

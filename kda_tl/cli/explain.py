@@ -12,7 +12,7 @@ import torch
 from kda_tl.cli.shared import arch_option, json_option
 from kda_tl.ops.example import example_inputs, op_named
 from kda_tl.ops.explain import PLANNERS
-from kda_tl.ops.plan import Plan
+from kda_tl.ops.plan import Plan, size_choice
 from kda_tl.registry import RegistryError
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.build_on_miss import build_command
@@ -143,11 +143,16 @@ def explain(
 def _as_dict(plan: Plan) -> dict[str, Any]:
     launches, missing = [], []
     for launch in plan.launches:
-        choice = dispatcher.choose(launch.spec, plan.arch)
+        choice = dispatcher.choose(launch.spec, plan.arch, launch.size)
+        sized = size_choice(launch, plan.arch)
         launches.append({
             "kernel": launch.spec.kernel,
             "spec": launch.spec.key,
             "grid": launch.grid,
+            "size": launch.size,
+            "size_limits": sized.limits,
+            "schedule": sized.chosen.schedule.as_dict(),
+            "schedule_source": sized.chosen.source,
             "artifact": choice.path.name if choice.path else None,
             "registry": str(choice.registry.root) if choice.registry else None,
             "reason": choice.reason,

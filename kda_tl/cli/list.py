@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kda_tl.cli.shared import arch_option, bar, build_command, json_option, registries, registry_option, size, table
+from kda_tl.cli.shared import arch_option, bar, build_command, json_option, registries, registry_option, size, sized, table
 from kda_tl.registry import Entry, ManifestError, Registry
 
 __all__ = ["list_artifacts"]
@@ -64,6 +65,7 @@ def _as_dict(where: Registry, entry: Entry, count: int | None) -> dict[str, Any]
         "registry": str(where.root),
         "arch": entry.arch,
         "spec": entry.spec_key,
+        "up_to": entry.up_to,
         "id": entry.id,
         "bytes": count,
         "built": entry.fields.get("built"),
@@ -74,9 +76,11 @@ def _print_tables(found: list[tuple[Registry, Entry, int | None]]) -> None:
     for root in dict.fromkeys(where.root for where, _, _ in found):
         here = [(entry, count) for where, entry, count in found if where.root == root]
         most = max(count or 0 for _, count in here)
+        classes = Counter((entry.arch, entry.spec_key) for entry, _ in here)
         rows = [
             (entry.arch, str(entry.fields.get("built", "-")), "MISSING" if count is None else size(count),
-             bar(count or 0, most), entry.id, entry.spec_key)
+             bar(count or 0, most), entry.id,
+             sized(entry.spec_key, entry.up_to, classes[entry.arch, entry.spec_key]))
             for entry, count in here
         ]  # fmt: skip
         archs = ", ".join(

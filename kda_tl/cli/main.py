@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kda_tl import __version__
+from kda_tl.cli.autotune import autotune
 from kda_tl.cli.build import build
 from kda_tl.cli.bundle import bundle
 from kda_tl.cli.demo import demo
@@ -22,6 +23,7 @@ Examples:
   kda-tl demo                     one call on the best device here, checked against the float64 recurrence
   kda-tl doctor                   what is installed, what serves which device, what is in the way
   kda-tl build --arch sm_90       compile for an H100 or H200; no GPU is needed
+  kda-tl autotune --arch sm_90    find the fastest schedules by measurement
   kda-tl list                     what is built, and where
   kda-tl verify                   compare every file with the hash it was built with
   kda-tl explain chunk_kda --tokens 8192 --heads 96 --arch sm_90
@@ -41,7 +43,7 @@ def cli() -> None:
     """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention."""
 
 
-for command in (build, bundle, demo, doctor, explain, gc, list_artifacts, verify):
+for command in (autotune, build, bundle, demo, doctor, explain, gc, list_artifacts, verify):
     cli.add_command(command)
 
 if __name__ == "__main__":

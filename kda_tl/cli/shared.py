@@ -20,6 +20,7 @@ __all__ = [
     "registries",
     "registry_option",
     "size",
+    "sized",
     "stored_bytes",
     "table",
 ]
@@ -62,6 +63,13 @@ def bar(count: float, most: float, width: int = 12) -> str:
     mark = "#" if "utf" not in (sys.stdout.encoding or "").lower() else "\N{BLACK VERTICAL RECTANGLE}"
     filled = max(1, round(width * count / most)) if count > 0 else 0
     return (mark * filled).ljust(width)
+
+
+def sized(key: str, up_to: int | None, classes: int) -> str:
+    """A spec's key, and the problems (`kda_tl.specs.sizes`) that one of its `classes` artifacts is for."""
+    if classes == 1:
+        return key
+    return f"{key} {'beyond that' if up_to is None else f'up to size {up_to}'}"
 
 
 def stored_bytes(meta: Mapping[str, Any]) -> int:

@@ -68,7 +68,7 @@ def _folders(registry: Registry, arch: str | None) -> tuple[list[Path], list[str
         except RegistryError as error:
             errors.append(str(error))
             continue
-        folders |= {registry.root / "artifacts" / entry["id"] for entry in manifest.artifacts.values()}
+        folders |= {registry.root / "artifacts" / id for id in manifest.ids()}
         if manifest.support is not None:
             folders.add(registry.root / "support" / manifest.support)
     if arch is None:

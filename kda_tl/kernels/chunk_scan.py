@@ -38,8 +38,56 @@ from kda_tl.kernels.tiles.chunks import locate_segment
 from kda_tl.kernels.tiles.products import product
 from kda_tl.kernels.tiles.scaling import range_scale
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.kernels import ChunkScanSpec
 from kda_tl.specs.schedules import ChunkScanSchedule
+
+# Registers of the warp-specialized roles: a V tile of 128 needs more where values are, and loads make do with fewer.
+ROLES = (208, 120, 112, 64)
+WIDE_ROLES = (208, 152, 112, 40)
+
+
+def candidates(spec: ChunkScanSpec, arch: str) -> list[Candidate]:
+    """The plain variant everywhere, in one form where the warp-specialized one runs, which is three times as fast."""
+    if arch_row(arch).is_cpu:
+        return space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), block_v=(32, 64, 128))
+    two_variants = arch == "sm_90" and spec.operand_dtype == "float16"
+    threads, columns = ((128,), (64,)) if two_variants else ((128, 256), (16, 32, 64, 128))
+    found = space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("plain",), threads=threads,
+                  block_v=columns)  # fmt: skip
+    for block_v in (16, 32, 64, 128):
+        names = ("state_registers", "value_registers", "output_registers", "load_registers")
+        roles = {name: (count,) for name, count in zip(names, WIDE_ROLES if block_v == 128 else ROLES, strict=True)}
+        found += space(ChunkScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("warp_specialized",),
+                       block_v=(block_v,), stages=(2, 3, 4), **roles)  # fmt: skip
+    return found
+
+
+def judge(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> str | None:
+    """Why a schedule is not legal; None where it is."""
+    C, K, V, block_v, width = spec.chunk_size, spec.head_dim_k, spec.head_dim_v, schedule.block_v, 2
+    narrow = spec.operand_dtype == "float16"
+    if V % block_v:
+        return f"divisibility: block_v {block_v} does not divide V = {V}"
+    if schedule.variant == "plain":
+        width = 2 if narrow else 4
+        shared = (K * block_v + C * K + C * C + C * block_v) * width + 64
+        # Accumulators of the state, the residual and the output; float32 products keep operands in registers too.
+        held = (K + 2 * C) * block_v // schedule.threads * (1 if narrow else 2)
+        return objection(Block(schedule.threads, shared, held + 40), arch)
+    if arch != "sm_90":
+        return "warp_specialized: runs on sm_90 alone"
+    if not narrow:
+        return "warp_specialized: its products take 16-bit operands"
+    per_stage = (3 if spec.delta else 2) * C * K + C * block_v + (2 if spec.delta else 1) * C * C
+    shared = width * (schedule.stages * per_stage + K * block_v + 2 * C * block_v) + 8 * K + 512
+    column = block_v / 128  # accumulator registers of a warpgroup per row of a tile
+    needs = {"state": K * column + 56, "value": 1.5 * C * column + 48, "output": C * column + 40}
+    for role, needed in needs.items():
+        if needed > (given := getattr(schedule, f"{role}_registers")):
+            return f"registers: a thread of the {role} role needs about {needed:.0f}, the schedule gives it {given}"
+    return objection(Block(512, shared, 128), arch)
 
 
 def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:

@@ -21,20 +21,28 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.kernels.tiles.gates import inverse_norm, write_strength
-from kda_tl.kernels.tiles.lanes import groups, lanes, sync
-from kda_tl.kernels.tiles.replay import (
+from kda_tl.kernels.deltalog_replay import (
+    PAD,
     ROW_LANES,
     BaseTile,
+    decay_log,
+    elements,
+    fetch_token,
+    fetch_value,
     fold_log,
     load_base,
-    read_row_sums,
-    replay_products,
-    stage_log,
-    stage_token,
-    stage_writes,
+    log_products,
+    publish_token,
+    publish_value,
+    read_base,
+    read_log,
+    scale_token,
+    stage,
+    staged,
     store_cursor,
+    weigh_log,
 )
+from kda_tl.kernels.tiles.lanes import groups, lanes, private, sync, wide
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
 
@@ -58,20 +66,23 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         from kda_tl.kernels import deltalog_append
 
         return deltalog_append.program(spec, schedule, arch)
+    if spec.one_token:
+        from kda_tl.kernels import deltalog_step
+
+        return deltalog_step.program(spec, schedule, arch)
     t = TileTarget(arch)
     K, V, D, dtype, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.dtype, spec.capacity
     block_v, threads, delta, read_first = min(schedule.block_v, V), schedule.threads, spec.delta, spec.read_first
     threads = min(threads, ROW_LANES * block_v)
     tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype, spec.state_v_first)
+    per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
-    n, seq_len, H, HV, slots = T.dynamic("n, seq_len, H, HV, slots")
+    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
     o_strides = run_time_strides("o", "nth")
-    u_strides = run_time_strides("u", "shj")
     base_strides = (*run_time_strides("base", "shv"), 1) if spec.state_v_first else run_time_strides("base", "shvk")
-    log_k_strides, d_strides = run_time_strides("lk", "shj"), run_time_strides("d", "shj")
     bias_strides, bonus_strides = run_time_strides("bias", "hk"), run_time_strides("bonus", "hk")
 
     @T.prim_func
@@ -87,10 +98,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
         base: T.StridedTensor((slots, HV, V, K), base_strides, spec.state_dtype),
-        log_k: T.StridedTensor((slots, HV, capacity, K), (*log_k_strides, 1), dtype),
-        log_u: T.StridedTensor((slots, HV, capacity, V), (*u_strides, 1), "float32"),
-        log_d: T.StridedTensor((slots, HV, capacity, D), (*d_strides, 1), "float32"),
-        cursor: T.Tensor((slots, HV, V // CURSOR_ROWS, 2), "int32"),
+        log_k: T.Tensor((rows, capacity, K), dtype),
+        log_u: T.Tensor((rows, capacity, V), "float32"),
+        log_d: T.Tensor((rows, capacity, D), "float32"),
+        cursor: T.Tensor((rows, V // CURSOR_ROWS, 2), "int32"),
         state_indices: T.Tensor((n,), "int32"),
         valid: T.Tensor((n,), "int32"),
         o: T.StridedTensor((n, seq_len, HV, V), (*o_strides, 1), dtype),
@@ -110,53 +121,69 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     ):
         # Barriers stand where they are needed; TileLang would put them into loops that not all warps run equally long.
         T.annotate_pass_configs({"tl.disable_thread_storage_sync": True})
-        with T.Kernel(n * HV * tiles_v, threads=threads) as block:
+        # No axis of the grid needs a division by a run-time size, and tiles of one head, which share a log, are neighbours.
+        with T.Kernel(n * tiles_v, HV, threads=threads) as (block, value_head):
             if not t.is_cpu:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             if spec.state_v_first:
                 assume_multiples(base_strides, 8)
-            assume_multiples(u_strides, 8)
-            assume_multiples(log_k_strides, 8)
-            if D > 1:
-                assume_multiples(d_strides, 8)
-            where = T.alloc_local((6,), "int32")
+            assume_multiples(o_strides, 8)
+            where = T.alloc_local((4,), "int32")
             where[0] = T.truncdiv(block, tiles_v)
-            where[1] = T.truncdiv(where[0], HV)
-            where[2] = where[0] - where[1] * HV
-            where[3] = (block - where[0] * tiles_v) * block_v
-            where[4] = T.truncdiv(where[2], T.truncdiv(HV, H))
-            where[5] = state_indices[where[1]]
-            request, value_head, first_v, head, slot = where[1], where[2], where[3], where[4], where[5]
+            where[1] = (block - where[0] * tiles_v) * block_v
+            where[2] = T.truncdiv(value_head * H, HV)
+            where[3] = state_indices[where[0]]
+            request, first_v, head, slot = where[0], where[1], where[2], where[3]
             T.assume(first_v % CURSOR_ROWS == 0)
+            narrow = private(t, threads, (-(-K // threads), 3), dtype)
+            wide_row = private(t, threads, (-(-K // threads), 4), "float32")
+            narrow_value = private(t, threads, (2,), dtype)
+            wide_strength = private(t, threads, (1,), "float32")
+            # The token's loads are on their way before the slot is known.
+            fetch_token(
+                t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head, gate_form,
+                has_dt_bias, wide_gates, K, D, read_first,
+            )  # fmt: skip
+            fetch_value(
+                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
+                block_v, delta,
+            )  # fmt: skip
             if (slot >= 0) & (slot < slots) & (slot != null_index):
                 held = tile.alloc()
-                keys = t.shared((capacity + 1, K), dtype)
-                decays = t.shared((capacity + 1, D), "float32")
-                writes = t.shared((capacity + 1, block_v), "float32")
+                keys = t.shared((capacity, K), dtype)
+                weighted = t.shared((capacity + 1, K), "float32")
+                entry_decay = t.shared((capacity, 1), "float32")
+                writes = t.shared((capacity + 1, block_v + PAD), "float32")
                 now = t.shared((2, K), "float32")
                 decay = t.shared((D,), "float32")
                 bonus_row = t.shared((K,), "float32")
-                k_base = t.shared((K,), "float32")
-                q_base = t.shared((K,), "float32")
-                k_log = t.shared((capacity + 1,), "float32")
-                q_log = t.shared((capacity + 1,), "float32")
-                sums = t.shared((3,), "float32")
-                k_sums = T.alloc_local((tile.rows,), "float32")
-                q_sums = T.alloc_local((tile.rows,), "float32")
+                base_weight = t.shared((K,), "float32")
+                scaled = t.shared((2, K), "float32")
+                dots = t.shared((capacity, 2), "float32")
+                numbers = t.shared((3,), "float32")
+                strength = t.shared((1,), "float32")
                 values = t.shared((block_v,), "float32")
+                k_sums = private(t, threads, (tile.rows,), "float32")
+                q_sums = private(t, threads, (tile.rows,), "float32")
+                k_total = T.alloc_local((tile.rows,), "float32")
+                q_total = T.alloc_local((tile.rows,), "float32")
+                u = T.alloc_local((tile.rows,), "float32")
+                out = T.alloc_local((tile.rows,), dtype)
                 count = T.alloc_var("int32", init=0)
                 window = T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=0)
                 folds = T.alloc_var("int32", init=0)
+                folded = T.alloc_var("int32", init=0)
                 changes = T.alloc_var("int32", init=0)
-                k_norm = T.alloc_var("float32", init=1.0)
-                q_norm = T.alloc_var("float32", init=1.0)
-                strength = T.alloc_var("float32", init=1.0)
                 first_copy = T.truncdiv(first_v, CURSOR_ROWS)
+                # In 64 bits: what follows from it is an address.
+                row = T.alloc_var("int64", init=0)
+                row = T.cast(slot, "int64") * HV + value_head
 
+                count = cursor[row, first_copy, 0]
+                window = cursor[row, first_copy, 1]
                 load_base(tile, held, base, slot, value_head, first_v)
-                count = T.max(0, T.min(capacity, cursor[slot, value_head, first_copy, 0]))
-                window = cursor[slot, value_head, first_copy, 1]
+                count = T.max(0, T.min(capacity, count))
                 last = tokens
                 if has_valid != 0:
                     last = T.max(0, T.min(tokens, valid[request]))
@@ -164,79 +191,121 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 if (reserve > 0) & (count > 0) & ((count + reserve > capacity) | (count >= window)):
                     folds = 1
                 changes = folds
+                folded = 0
                 # A fold that a token brings about stands at the head of the next turn, so that the program has only one.
                 for token in T.serial(last + 1):
-                    if token < last:
-                        stage_token(
-                            t, threads, now, decay, bonus_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, token, head,
-                            value_head, gate_form, lower_bound, has_dt_bias, wide_gates, K, D, read_first,
-                        )  # fmt: skip
-                        for x in lanes(t, threads):
-                            if x < block_v:
-                                values[x] = v[request, token, value_head, first_v + x]
-                        if delta:
-                            if wide_gates != 0:
-                                strength = beta_wide[request, token, value_head]
-                            else:
-                                strength = beta[request, token, value_head]
-                            strength = write_strength(beta_form, strength)
                     if token == 0:
-                        stage_log(t, threads, keys, decays, log_k, log_d, slot, value_head, count, K, D)
-                        stage_writes(t, threads, writes, log_u, slot, value_head, first_v, count, block_v)
+                        stage(t, threads, keys, log_k, row, 0, count, capacity, K, elements(dtype))
+                        if per_key:
+                            stage(t, threads, weighted, log_d, row, 0, count, capacity, K, 4)
+                        else:
+                            for thread in lanes(t, threads):
+                                if thread < count:
+                                    entry_decay[thread, 0] = log_d[row, thread, 0]
+                        stage(t, threads, writes, log_u, row, first_v, count, capacity, block_v, 4)
+                    if token < last:
+                        publish_token(
+                            t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias,
+                            wide_gates, K, D, read_first,
+                        )  # fmt: skip
+                        publish_value(
+                            t, threads, narrow_value, wide_strength, values, strength, beta_form, wide_gates, block_v, delta
+                        )
+                    if token == 0:
+                        staged(t)
                     sync(t)
+                    if token == 0:
+                        # RWKV6 reads before the token's decay; where no token is at hand, no one knows it.
+                        weigh_log(
+                            t, threads, weighted, keys, entry_decay, base_weight, decay, (last > 0) & (not read_first), count,
+                            K, per_key,
+                        )  # fmt: skip
+                        if folds != 0:
+                            sync(t)
                     if folds != 0:
-                        fold_log(tile, held, base, keys, decays, writes, slot, value_head, first_v, count, D)
+                        fold_log(
+                            tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, None, D, False
+                        )  # fmt: skip
+                        load_base(tile, held, base, slot, value_head, first_v)
                         count = 0
                         window = merge_every
                         folds = 0
-                    if token < last:
-                        replay_products(
-                            t, threads, keys, decays, now, decay, k_base, q_base, k_log, q_log, sums, bonus_row, count, K, D,
-                            (delta, read_first),
-                        )  # fmt: skip
+                        folded = 1
                         sync(t)
-                        k_norm = 1.0
-                        q_norm = 1.0
-                        if normalize != 0:
-                            k_norm = inverse_norm(sums[0])
-                            q_norm = inverse_norm(sums[1])
+                    if token < last:
+                        if folded != 0:
+                            for step in list(range(-(-K // threads))):
+                                for thread in lanes(t, threads):
+                                    if step * threads + thread < K:
+                                        base_weight[step * threads + thread] = 1.0
+                            folded = 0
+                        if not read_first:
+                            if token > 0:
+                                decay_log(t, threads, weighted, base_weight, decay, count, K, per_key)
+                        scale_token(t, threads, scaled, now, base_weight, K)
+                        sync(t)
+                        log_products(
+                            t, threads, weighted, now, dots, numbers, bonus_row, count, K, delta, read_first, scale, normalize
+                        )  # fmt: skip
+                        read_base(tile, held, scaled, k_sums, q_sums, delta)
+                        sync(t)
                         if ((may_fold != 0) & (count + 1 >= window)) | (count >= capacity):
                             folds = 1
                         for group in groups(t, threads, ROW_LANES):
-                            read_row_sums(
-                                tile, held, k_base, q_base, k_log, q_log, writes, count, group, k_sums, q_sums, delta
-                            )  # fmt: skip
+                            read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total, delta)
+                            first_row = group * tile.rows
+                            for first in list(range(0, tile.rows, 4)):
+                                for e in wide(t, min(4, tile.rows)):
+                                    u[first + e] = values[first_row + first + e]
                             for r in T.unroll(tile.rows):
-                                row = r * tile.groups + group
-                                for lane in lanes(t, ROW_LANES):
-                                    if lane == 0:
-                                        u = T.alloc_var("float32", init=0.0)
-                                        u = values[row]
-                                        if delta:
-                                            u = strength * (u - k_sums[r] * k_norm)
-                                        o[request, token, value_head, first_v + row] = (
-                                            scale * q_norm * (q_sums[r] + sums[2] * k_norm * u)
-                                        )
-                                        # The raw key goes into the log: its norm travels with the write.
-                                        writes[count, row] = u * k_norm
-                                        if folds == 0:
-                                            log_u[slot, value_head, count, first_v + row] = u * k_norm
+                                if delta:
+                                    u[r] = strength[0] * (u[r] - k_total[r] * numbers[0])
+                                out[r] = numbers[1] * (q_total[r] + numbers[2] * u[r])
+                                # The raw key goes into the log: its norm travels with the write.
+                                u[r] = u[r] * numbers[0]
+                            # A lane per row: neighbours in memory are stored by neighbours.
+                            for lane in lanes(t, ROW_LANES):
+                                if lane < tile.rows:
+                                    result = T.alloc_var(dtype, init=0)
+                                    write = T.alloc_var("float32", init=0.0)
+                                    result = out[0]
+                                    write = u[0]
+                                    for r in list(range(1, tile.rows)):
+                                        if lane == r:
+                                            result = out[r]
+                                            write = u[r]
+                                    o[request, token, value_head, first_v + first_row + lane] = result
+                                    writes[count, first_row + lane] = write
+                                    if folds == 0:
+                                        log_u[row, count, first_v + first_row + lane] = write
+                        if read_first:
+                            if (folds != 0) | (token + 1 < last):
+                                decay_log(t, threads, weighted, base_weight, decay, count, K, per_key)
                         for step in list(range(-(-K // threads))):
                             for thread in lanes(t, threads):
                                 c = step * threads + thread
                                 if c < K:
-                                    keys[count, c] = now[0, c]
+                                    weighted[count, c] = now[0, c]
                                     if (folds == 0) & (first_v == 0):
-                                        log_k[slot, value_head, count, c] = now[0, c]
+                                        log_k[row, count, c] = now[0, c]
                                 if c < D:
-                                    decays[count, c] = decay[c]
                                     if (folds == 0) & (first_v == 0):
-                                        log_d[slot, value_head, count, c] = decay[c]
+                                        log_d[row, count, c] = decay[c]
                         count = count + 1
                         changes = 1
-                        sync(t)
+                        if token + 1 < last:
+                            fetch_token(
+                                t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, token + 1, head,
+                                value_head, gate_form, has_dt_bias, wide_gates, K, D, read_first,
+                            )  # fmt: skip
+                            fetch_value(
+                                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, token + 1, value_head,
+                                first_v, wide_gates, block_v, delta,
+                            )  # fmt: skip
+                        if (folds != 0) | (token + 1 < last):
+                            sync(t)
                 if changes != 0:
-                    store_cursor(t, threads, cursor, slot, value_head, first_copy, copies, count, window)
+                    store_cursor(t, threads, cursor, row, first_copy, copies, count, window)
                 for idle in T.serial(tokens - last):
                     for x in lanes(t, threads):
                         if x < block_v:

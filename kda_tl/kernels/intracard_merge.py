@@ -16,10 +16,29 @@ import tilelang.language as T
 from kda_tl.kernels.tiles.chunks import locate_segment
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
 from kda_tl.kernels.tiles.threads import each_thread, own, registers, unrolled, vectorized
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 
 COLUMNS = 4  # of the state, per thread
 AHEAD = 16  # columns of M in flight
+
+
+def candidates(spec: IntracardMergeSpec, arch: str) -> list[Candidate]:
+    """By how many columns of a state a block has, and over how many threads their rows are spread."""
+    K, V = spec.head_dim_k, spec.head_dim_v
+
+    def judge(schedule: IntracardMergeSchedule) -> str | None:
+        if V % schedule.block_v:
+            return f"divisibility: block_v {schedule.block_v} does not divide V = {V}"
+        rows, rest = divmod(K * schedule.block_v // COLUMNS, schedule.threads)
+        if rows not in (1, 2, 4, 8) or rest:
+            return f"divisibility: {K} rows over {schedule.threads} threads are {rows} for one, not 1, 2, 4 or 8"
+        held = rows * COLUMNS + (2 * AHEAD * rows if spec.delta else 0)
+        return objection(Block(schedule.threads, 2 * K * schedule.block_v * 4 if spec.delta else 0, held + 40), arch)
+
+    is_cpu = arch_row(arch).is_cpu
+    return space(IntracardMergeSchedule, judge, threads=(128,) if is_cpu else (128, 256, 512), block_v=(8, 16, 32, 64))
 
 
 def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: str) -> Any:

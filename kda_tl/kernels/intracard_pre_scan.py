@@ -19,7 +19,40 @@ from kda_tl.kernels.tiles.chunks import locate_segment
 from kda_tl.kernels.tiles.products import product
 from kda_tl.kernels.tiles.scaling import range_scale
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.intracard import IntracardPreScanSchedule, IntracardPreScanSpec
+
+
+def candidates(spec: IntracardPreScanSpec, arch: str) -> list[Candidate]:
+    """The plain variant everywhere, in one form where the warp-specialized one runs."""
+    if arch_row(arch).is_cpu:
+        return space(IntracardPreScanSchedule, lambda schedule: judge(spec, schedule, arch), block=(16, 32, 64))
+    two_variants = arch == "sm_90" and spec.operand_dtype == "float16"
+    threads, columns = ((128,), (32,)) if two_variants else ((128, 256), (16, 32, 64))
+    plain = space(IntracardPreScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("plain",),
+                  threads=threads, block=columns)  # fmt: skip
+    return plain + space(IntracardPreScanSchedule, lambda schedule: judge(spec, schedule, arch), variant=("warp_specialized",),
+                         block=(16, 32, 64), stages=(2, 3, 4))  # fmt: skip
+
+
+def judge(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch: str) -> str | None:
+    """Why a schedule is not legal; None where it is."""
+    C, K, block = spec.chunk_size, spec.head_dim_k, schedule.block
+    narrow = spec.operand_dtype == "float16"
+    if K % block or spec.head_dim_v % block:
+        return f"divisibility: block {block} does not divide K = {K} and V = {spec.head_dim_v}"
+    if schedule.variant == "plain":
+        shared = (K * block + C * K + C * C + C * block) * (2 if narrow else 4) + 64
+        held = (K + 2 * C) * block // schedule.threads * (1 if narrow else 2)
+        return objection(Block(schedule.threads, shared, held + 40), arch)
+    if arch != "sm_90":
+        return "warp_specialized: runs on sm_90 alone"
+    if not narrow:
+        return "warp_specialized: its products take 16-bit operands"
+    per_stage = (2 if spec.delta else 1) * C * K + C * block + (C * C if spec.delta else 0)
+    shared = 2 * (schedule.stages * per_stage + K * block + C * block) + 8 * K + 512
+    return objection(Block(384, shared, 168), arch)
 
 
 def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch: str) -> Any:

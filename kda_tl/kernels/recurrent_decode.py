@@ -22,7 +22,30 @@ import tilelang.language as T
 from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.kernels.tiles.threads import WARP, block_sums, each_thread, lane_sums, own, registers, unrolled, vectorized
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSchedule, RecurrentDecodeSpec
+
+TUNED_V = 128  # V is a run-time value; columns of a block past it would idle
+
+
+def candidates(spec: RecurrentDecodeSpec, arch: str) -> list[Candidate]:
+    """By how a state's rows and columns are spread over threads, and how many blocks a multiprocessor keeps in flight."""
+    K = spec.head_dim_k
+
+    def judge(schedule: RecurrentDecodeSchedule) -> str | None:
+        rows = K // schedule.lanes_k
+        if rows % spec.vector:
+            return f"divisibility: {rows} rows of a thread are no whole accesses of {spec.vector} {spec.state_dtype}"
+        if schedule.block_v > TUNED_V:
+            return f"divisibility: a block of {schedule.block_v} columns passes V = {TUNED_V}"
+        held = rows * schedule.values
+        return objection(Block(schedule.threads, 4 * (3 * K + 16), held + 56, schedule.min_blocks), arch, spare=1)
+
+    if arch_row(arch).is_cpu:
+        return space(RecurrentDecodeSchedule, judge, lanes_k=(4, 8, 16), values=(4, 8), min_blocks=(1,))
+    return space(RecurrentDecodeSchedule, judge, threads=(128, 256), lanes_k=(4, 8, 16, 32), values=(4, 8),
+                 min_blocks=(1, 2, 3, 4, 5, 6, 7, 8))  # fmt: skip
 
 
 def has(flags, flag):

@@ -24,6 +24,7 @@ from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.runtime.ranges import annotate
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -92,7 +93,13 @@ def plan(op: Op, a: DecodeArguments) -> Plan:
         op=op.name,
         problem={**sizes, "dtype": p.spec.dtype, "state": p.spec.state_dtype},
         arch=p.arch,
-        launches=(Launch(p.spec, f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles"),),
+        launches=(
+            Launch(
+                p.spec,
+                f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles",
+                problem_size("recurrent_decode", p.N, p.HV),
+            ),
+        ),
         workspace_bytes=0,
     )
 

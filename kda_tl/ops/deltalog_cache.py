@@ -22,7 +22,7 @@ from kda_tl.specs.deltalog import (
     DeltaLogDecodeSpec,
     cpu_state_dtype,
 )
-from kda_tl.specs.schedules import schedule_for
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["DeltaLogCache", "DeltaLogSnapshot", "Storage", "storage_of"]
 
@@ -127,7 +127,10 @@ class DeltaLogCache:
         if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
             built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
-        schedule = schedule_for(DeltaLogDecodeSpec(K, V, state_dtype=stored, **fields), self.arch)
+        # Of the largest batch: when a log is folded is the cache's choice, and one for all batches.
+        size = problem_size("deltalog_decode", slots, HV)
+        step = DeltaLogDecodeSpec(K, V, state_dtype=stored, one_token=bool(state_v_first), **fields)
+        schedule = dispatcher.size_class(step, self.arch, size).schedule
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
         if self.launches not in (1, 2):

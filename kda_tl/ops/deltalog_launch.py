@@ -14,6 +14,7 @@ from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.gates import BetaForm, GateForm
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Call", "launch", "launches", "prep_size"]
 
@@ -95,6 +96,7 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     valid = indices if call.valid is None else narrowed(call.valid).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
     pool = (cache.log_k, cache.log_u, cache.log_decay, cache.cursor, indices, valid)
+    by_row = (*(tensor.flatten(0, 1) for tensor in pool[:4]), indices, valid)
     numbers = (
         call.scale, call.lower_bound, int(call.gate_form), int(call.beta_form), int(call.dt_bias is not None),
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
@@ -103,17 +105,23 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
         # Both are there before the first one runs: it writes into the log.
-        prepare, append = (dispatcher.kernel(needed, cache.arch, device) for needed in (spec.prep_spec, spec))
+        prepare, append = (
+            dispatcher.kernel(needed, cache.arch, device, problem_size(needed.kernel, q.shape[0], HV))
+            for needed in (spec.prep_spec, spec)
+        )
         prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, cache.log_k, cache.log_decay, cache.cursor,
             indices, valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
+    elif tokens == 1 and not verify and cache.spec.state_v_first:
+        step = dispatcher.kernel(dataclasses.replace(cache.spec, one_token=True), cache.arch, device)
+        step(*tensors, staged, *by_row, call.o, *numbers, cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device)
+        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
         if verify:
-            kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
-        kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
+            kernel(*tensors, staged, *by_row, call.o, *numbers, 0, cache.merge_every, 0, tokens)
+        kernel(*tensors, staged, *by_row, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
     if staged is base:
         mark_written(base)
     else:

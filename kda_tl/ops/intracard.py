@@ -15,19 +15,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from kda_tl.runtime import dispatcher
+from kda_tl.runtime.environment import registry_setting
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec, IntracardPreScanSchedule, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec
-from kda_tl.specs.schedules import ChunkScanSchedule, schedule_for
+from kda_tl.specs.schedules import ChunkScanSchedule
+from kda_tl.specs.sizes import problem_size
 
-__all__ = ["Device", "SplitInfo", "Work", "device_of", "multiprocessors", "plan_split"]
+__all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessors", "plan_split"]
 
 # The model, in microseconds, for a device like one NVIDIA H200: assumed, to choose by, not fitted to measurements. A block of
-# either scan takes so long per chunk, by the variant of its schedule.
+# either scan takes so long per chunk, by the variant of its schedule, and of chunk_scan's warp_specialized one by its V tile.
 CHUNK_US = {"warp_specialized": 1.5, "plain": 8.0}
+WIDER_TILES = {64: 4 / 3, 128: 2.1}
 MERGE_SEGMENT_US = 3.0  # one map applied, in every block of the merge
 EXTRA_LAUNCHES_US = 6.0  # two more kernels, and the gap that each leaves
 WORTH_WHILE = 0.9  # a cut must bring the time of the scan down to this part of it
@@ -38,16 +43,28 @@ MULTIPROCESSORS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_
 """Of the usual device of an arch, for plans without a device."""
 
 
+class Tiling(NamedTuple):
+    """A size class of a kernel, as the model sees it: the largest problem (None: any), blocks per segment (merge: per sequence)
+    and value head, and microseconds per chunk."""
+
+    up_to: int | None
+    tiles: int
+    chunk_us: float = CHUNK_US["warp_specialized"]
+
+
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a device and its schedules. Tiles: blocks per segment (merge: per sequence) and value head."""
+    """What the model knows of a device and its schedules: of each kernel the classes, smallest problems first."""
 
     multiprocessors: int
-    scan_tiles: int = 4
-    pre_scan_tiles: int = 8
-    merge_tiles: int = 8
-    scan_chunk_us: float = CHUNK_US["warp_specialized"]
-    pre_scan_chunk_us: float = CHUNK_US["warp_specialized"]
+    scan: tuple[Tiling, ...] = (Tiling(None, 4),)
+    pre_scan: tuple[Tiling, ...] = (Tiling(None, 8),)
+    merge: tuple[Tiling, ...] = (Tiling(None, 8),)
+
+
+def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> Tiling:
+    size = problem_size(kernel, items, HV)
+    return next(one for one in classes if one.up_to is None or size <= one.up_to)
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,10 @@ class Work:
         found = sum(-(-n // segment_chunks) for n in self.chunks)
         return found * self.N if self.dense else found
 
+    def scans(self, segment_chunks: int) -> int:
+        """What chunk_scan runs side by side for a value head: `SplitInfo.scans` of that cut."""
+        return self.N if segment_chunks >= self.longest else self.segments(segment_chunks)
+
 
 @dataclass(frozen=True)
 class SplitInfo:
@@ -85,6 +106,16 @@ class SplitInfo:
         """(first token, last token + 1) of each segment of a sequence; none of an empty one."""
         size = self.segment_chunks * self.chunk_size if self.segments > 1 else max(tokens, 1)
         return [(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+
+    def scans(self, N: int) -> int:
+        """Segments of all N sequences together, upper bounds where a device alone knows their lengths."""
+        if self.segments == 1:
+            return N
+        if self.chunks is None:
+            return self.segments + N - 1
+        if len(self.chunks) == 1:
+            return self.segments * N
+        return sum(-(-n // self.segment_chunks) for n in self.chunks)
 
     def __str__(self) -> str:
         if self.segments == 1:
@@ -113,7 +144,7 @@ def plan_split(work: Work, device: Device, forced: int | None = None) -> SplitIn
 def _planned(work: Work, device: Device) -> SplitInfo:
     if work.longest < 2:
         return SplitInfo(1, max(work.longest, 1), "no sequence is longer than a chunk", work.chunks)
-    blocks = work.N * work.HV * device.scan_tiles
+    blocks = work.N * work.HV * _class_of(device.scan, "chunk_scan", work.N, work.HV).tiles
     if work.chunks is None and blocks >= device.multiprocessors:
         reason = f"{blocks} blocks fill {device.multiprocessors} multiprocessors, if lengths are alike"
         return SplitInfo(1, work.longest, reason)
@@ -140,15 +171,18 @@ def _cut(work: Work, count: int, reason: str) -> SplitInfo:
 
 def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     """Of the scan, and of what cutting costs, by the model. One block of a scan runs on a multiprocessor at a time."""
-    segments = work.segments(segment_chunks)
-    scan = _steps(work, segments * work.HV * device.scan_tiles, segment_chunks, device) * device.scan_chunk_us
+    segments, HV, scans = work.segments(segment_chunks), work.HV, work.scans(segment_chunks)
+    tiling = _class_of(device.scan, "chunk_scan", scans, HV)
+    scan = _steps(work, segments * HV * tiling.tiles, segment_chunks, device) * tiling.chunk_us
     if segment_chunks >= work.longest:
         return scan
     alike = work.chunks is None or work.dense
     mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
     merged = work.N if alike else sum(n > segment_chunks for n in work.chunks or ())
-    pre_scan = _steps(work, mapped * work.HV * device.pre_scan_tiles, segment_chunks, device) * device.pre_scan_chunk_us
-    rounds = -(-merged * work.HV * device.merge_tiles // (2 * device.multiprocessors))
+    tiling = _class_of(device.pre_scan, "intracard_pre_scan", scans, HV)
+    pre_scan = _steps(work, mapped * HV * tiling.tiles, segment_chunks, device) * tiling.chunk_us
+    tiles = _class_of(device.merge, "intracard_merge", work.N, HV).tiles
+    rounds = -(-merged * HV * tiles // (2 * device.multiprocessors))
     merge = (-(-work.longest // segment_chunks) - 1) * MERGE_SEGMENT_US * rounds
     return scan + pre_scan + merge + EXTRA_LAUNCHES_US
 
@@ -161,21 +195,28 @@ def _steps(work: Work, blocks: int, segment_chunks: int, device: Device) -> floa
     return max(float(segment_chunks), blocks * mean / device.multiprocessors)
 
 
-@functools.cache
 def device_of(scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int) -> Device:
     """The model's view of `count` multiprocessors with the schedules that these kernels have on `arch`."""
-    of_scan, of_pre_scan, of_merge = (schedule_for(spec, arch) for spec in (scan, pre_scan, merge))
-    assert isinstance(of_scan, ChunkScanSchedule)
-    assert isinstance(of_pre_scan, IntracardPreScanSchedule) and isinstance(of_merge, IntracardMergeSchedule)
+    return _device(scan, pre_scan, merge, arch, count, registry_setting())
+
+
+@functools.cache
+def _device(
+    scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int, registry: object
+) -> Device:
     columns = scan.head_dim_v + (scan.head_dim_k if scan.delta else 0)
-    return Device(
-        multiprocessors=count,
-        scan_tiles=scan.head_dim_v // of_scan.block_v,
-        pre_scan_tiles=columns // of_pre_scan.block,
-        merge_tiles=merge.head_dim_v // of_merge.block_v,
-        scan_chunk_us=CHUNK_US[of_scan.variant],
-        pre_scan_chunk_us=CHUNK_US[of_pre_scan.variant],
-    )
+    scans, pre_scans, merges = [], [], []
+    for one in dispatcher.schedule_classes(scan, arch):
+        assert isinstance(one.schedule, ChunkScanSchedule)
+        wider = WIDER_TILES.get(one.schedule.block_v, 1.0) if one.schedule.variant == "warp_specialized" else 1.0
+        scans.append(Tiling(one.up_to, scan.head_dim_v // one.schedule.block_v, CHUNK_US[one.schedule.variant] * wider))
+    for one in dispatcher.schedule_classes(pre_scan, arch):
+        assert isinstance(one.schedule, IntracardPreScanSchedule)
+        pre_scans.append(Tiling(one.up_to, columns // one.schedule.block, CHUNK_US[one.schedule.variant]))
+    for one in dispatcher.schedule_classes(merge, arch):
+        assert isinstance(one.schedule, IntracardMergeSchedule)
+        merges.append(Tiling(one.up_to, merge.head_dim_v // one.schedule.block_v))
+    return Device(count, tuple(scans), tuple(pre_scans), tuple(merges))
 
 
 @functools.cache

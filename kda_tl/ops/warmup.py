@@ -35,8 +35,9 @@ def warmup(
     Args:
         what: any of these; with none, every kernel of the default set that a registry holds for the device.
             An op or its name: called with one token, so that torch's side of it is warm as well. All kernels that other calls
-            of it may take, and a registry holds, are launched too: other dtypes, and those of sequences that are cut.
-            A spec: its kernel alone.
+            of it may take, and a registry holds, are launched too: other dtypes, other sizes, and those of sequences that are
+            cut.
+            A spec: its kernel alone, for every size.
             A plan, from `kda_tl.explain(op, ...)`: the kernels that this very call would launch.
         device: default the current CUDA device, or the cpu where there is none.
         options: keyword arguments of the ops, e.g. use_qk_l2norm_in_kernel=True.
@@ -65,7 +66,7 @@ def warmup(
             if item.arch != arch:
                 raise ValueError(f"the plan is one for {item.arch}, and {where} runs {arch}")
             for launch in item.launches:
-                launch_once(launch.spec, arch, where)
+                launch_once(launch.spec, arch, where, launch.size)
                 done.append(launch.spec.key)
         elif isinstance(item, str) or _is_op(item):
             name = _call(item, arch, where, options)

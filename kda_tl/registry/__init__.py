@@ -4,7 +4,7 @@ from .bundle import Bundled, BundleError, export_bundle, import_bundle
 from .errors import DamagedArtifact, ManifestError, RegistryError
 from .manifest import Manifest
 from .paths import checkout_root, default_root, search_path
-from .store import ARTIFACT_FORMAT, Entry, Registry
+from .store import ARTIFACT_FORMAT, Entry, Registry, Served
 
 __all__ = [
     "ARTIFACT_FORMAT",
@@ -16,6 +16,7 @@ __all__ = [
     "ManifestError",
     "Registry",
     "RegistryError",
+    "Served",
     "checkout_root",
     "default_root",
     "export_bundle",

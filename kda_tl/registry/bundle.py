@@ -127,8 +127,8 @@ def import_bundle(file: Path, registry: Registry, sha256: str | None = None) -> 
 
 
 def _folders(registry: Registry, manifest: Manifest) -> Iterator[Path]:
-    for entry in manifest.artifacts.values():
-        yield registry.root / "artifacts" / entry["id"]
+    for id in sorted(manifest.ids()):
+        yield registry.root / "artifacts" / id
     if manifest.support is not None:
         yield registry.root / "support" / manifest.support
 

@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 from .errors import DamagedArtifact, ManifestError, RegistryError
 from .locks import exclusive, remove_stale, remove_tree, temporary_folder
-from .manifest import Manifest, check_name, read_manifest, write_manifest
+from .manifest import Manifest, check_name, read_manifest, sized_artifacts, write_manifest
 
-__all__ = ["ARTIFACT_FORMAT", "Entry", "Registry"]
+__all__ = ["ARTIFACT_FORMAT", "Entry", "Registry", "Served"]
 
 ARTIFACT_FORMAT = 1
 """Of what a builder writes into meta.json and a loader reads from it."""
@@ -39,11 +39,22 @@ _GRACE = 3600.0  # seconds between the put and the publish of one build, at most
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a manifest: `fields` is what the builder published, `path` the artifact's folder."""
+    """One artifact that a manifest names: `fields` is what the builder published of its spec, `path` the artifact's folder,
+    `up_to` the largest problem that it serves, None for any that is larger than those of the spec's other artifacts."""
 
     arch: str
     spec_key: str
     id: str
+    path: Path
+    fields: Mapping[str, Any]
+    up_to: int | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A size class of a spec: the largest problem of it, its artifact's folder, unverified, and what the builder published."""
+
+    up_to: int | None
     path: Path
     fields: Mapping[str, Any]
 
@@ -127,19 +138,21 @@ class Registry:
         return self._is_whole(path)
 
     def publish(self, arch: str, entries: Mapping[str, Mapping[str, Any]], support: str | None = None) -> Manifest:
-        """Merges entries (spec key -> {"id": ..., "kernel": ..., "built": ...}) into the manifest of `arch`.
+        """Merges entries (spec key -> {"id": ..., "kernel": ..., "built": ...}, or with "classes" in place of "id") into the
+        manifest of `arch`.
 
         Concurrent builders lose nothing. `support` None keeps the support id that the manifest has.
 
         Raises:
             RegistryError: an id names nothing in this registry.
+            ValueError: an entry is none (`kda_tl.registry.manifest`).
             ManifestError: the present manifest is damaged; it is left as it is.
         """
         path = self._manifest_path(arch)
         if self._serves(arch, entries, support):
             return self.manifest(arch)
         with self._lock():
-            named = {(self.root / "artifacts", check_name("id", entry.get("id"))) for entry in entries.values()}
+            named = {(self.root / "artifacts", one.id) for entry in entries.values() for one in sized_artifacts(entry)}
             if support is not None:
                 named.add((self.root / "support", check_name("support", support)))
             for folder, id in sorted(named):
@@ -172,13 +185,19 @@ class Registry:
             self._manifests[arch] = cached
         return cached[1]
 
-    def find(self, arch: str, spec_key: str) -> Path | None:
-        """The folder of the artifact that serves a spec on `arch`, unverified; None where there is none."""
+    def classes(self, arch: str, spec_key: str) -> tuple[Served, ...]:
+        """What serves a spec on `arch`, smallest problems first; nothing where an artifact of it is missing, since then not
+        every problem can be served."""
         entry = self.manifest(arch).artifacts.get(spec_key)
         if entry is None:
-            return None
-        path = self.root / "artifacts" / entry["id"]
-        return path if path.is_dir() else None
+            return ()
+        found = tuple(Served(one.up_to, self.root / "artifacts" / one.id, one.fields) for one in sized_artifacts(entry))
+        return found if all(one.path.is_dir() for one in found) else ()
+
+    def find(self, arch: str, spec_key: str) -> Path | None:
+        """The folder of the artifact that serves the largest problems of a spec on `arch`, as `classes`; None for none."""
+        found = self.classes(arch, spec_key)
+        return found[-1].path if found else None
 
     def support_dir(self, arch: str) -> Path | None:
         """The folder of the native libraries that the artifacts of `arch` load with, unverified."""
@@ -193,11 +212,12 @@ class Registry:
         return sorted(path.stem for path in (self.root / "manifest").glob("[!.]*.json"))
 
     def entries(self, arch: str | None = None) -> list[Entry]:
-        """Every published artifact, of one arch or of all, sorted by arch and spec key."""
+        """Every published artifact, of one arch or of all, sorted by arch, spec key and size."""
         return [
-            Entry(name, key, fields["id"], self.root / "artifacts" / fields["id"], fields)
+            Entry(name, key, one.id, self.root / "artifacts" / one.id, fields, one.up_to)
             for name in (self.archs() if arch is None else [arch])
             for key, fields in sorted(self.manifest(name).artifacts.items())
+            for one in sized_artifacts(fields)
         ]
 
     def load_meta(self, path: Path) -> dict[str, Any]:
@@ -237,7 +257,7 @@ class Registry:
     def _sweep(self, dry_run: bool, min_age: float, quarantine: bool) -> list[Path]:
         manifests = [read_manifest(self._manifest_path(arch), arch) for arch in self.archs()]
         named: dict[Kind, set[str | None]] = {
-            "artifacts": {entry["id"] for manifest in manifests for entry in manifest.artifacts.values()},
+            "artifacts": {id for manifest in manifests for id in manifest.ids()},
             "support": {manifest.support for manifest in manifests},
         }
         removed = remove_stale(self.root, min_age, dry_run)
@@ -282,14 +302,14 @@ class Registry:
         for arch in self.archs():
             with suppress(ManifestError):
                 manifest = self.manifest(arch)
-                if id == manifest.support if kind == "support" else any(e["id"] == id for e in manifest.artifacts.values()):
+                if id == manifest.support if kind == "support" else id in manifest.ids():
                     return True
         return False
 
     def _serves(self, arch: str, entries: Mapping[str, Mapping[str, Any]], support: str | None) -> bool:
         """Whether the manifest says all of this already, of folders that are there: then nothing is to be written or locked."""
         present = self.manifest(arch)
-        folders = [self.root / "artifacts" / str(entry.get("id")) for entry in entries.values()]
+        folders = [self.root / "artifacts" / one.id for entry in entries.values() for one in sized_artifacts(entry)]
         if support is not None:
             folders.append(self.root / "support" / support)
         return (
@@ -347,8 +367,7 @@ class Registry:
         for arch in self.archs():
             with suppress(ManifestError):
                 manifest = self.manifest(arch)
-                ids = {entry["id"] for entry in manifest.artifacts.values()}
-                if path.name in (ids if path.parent.name == "artifacts" else {manifest.support}):
+                if path.name in (manifest.ids() if path.parent.name == "artifacts" else {manifest.support}):
                     return arch
         with suppress(OSError, ValueError):
             meta = json.loads((now_at / _META).read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ class Counters:
 
     Attributes:
         hits: lookups that a loaded kernel answered.
-        loads: kernels that were verified and loaded, once per spec, device and registry setting.
+        loads: kernels that were verified and loaded, once per spec, size class, device and registry setting.
         misses: lookups that no registry had an artifact for.
         builds: compiles in a child process (KDA_TL_ON_MISS=build).
         fallbacks: times that something right but slower than this package's best was chosen: a kernel that the driver

@@ -20,7 +20,7 @@ import torch  # before any TVM-FFI call: the driver stub looks libcudart up once
 from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 
-__all__ = ["KernelFunction", "load"]
+__all__ = ["KernelFunction", "load", "load_artifact"]
 
 KernelFunction = Callable[..., Any]
 
@@ -59,6 +59,12 @@ def load(registry: Registry, path: Path, arch: str, spec_key: str) -> KernelFunc
                 _prepare(registry, arch)
                 _loaded[key] = _load_tvm_ffi(library, meta["entry"])
         return _loaded[key]
+
+
+def load_artifact(root: Path, id: str, arch: str, spec_key: str) -> KernelFunction:
+    """As `load`, by its id in the registry folder `root`: of an artifact that no manifest need name."""
+    registry = Registry(root)
+    return load(registry, registry.root / "artifacts" / id, arch, spec_key)
 
 
 def _load_tvm_ffi(library: Path, entry: str) -> KernelFunction:

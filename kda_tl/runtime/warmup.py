@@ -21,14 +21,21 @@ SIZES = {"V": 16}  # run-time sizes that a kernel takes in multiples only
 SLACK = 1 << 16  # bytes of zeros behind every tensor, for kernels that read whole tiles
 
 
-def launch_once(spec: KernelSpec, arch_name: str, device: torch.device) -> None:
-    """Loads the kernel and launches it with every run-time size 1 on zeros of its own, on the current stream.
+def launch_once(spec: KernelSpec, arch_name: str, device: torch.device, size: int | None = None) -> None:
+    """Loads the kernel of problems of `size`, without one those of every size class, and launches it with every run-time size 1
+    on zeros of its own, on the current stream.
 
     Raises:
         what `dispatcher.kernel` raises.
     """
-    function = dispatcher.kernel(spec, arch_name, device)
-    choice = dispatcher.choose(spec, arch_name)
+    if size is None:
+        function = dispatcher.kernel(spec, arch_name, device)  # the miss, where there is one, is told or mended here
+        for bound in dispatcher.choose(spec, arch_name).bounds:
+            launch_once(spec, arch_name, device, bound)
+        size = dispatcher.LARGEST
+    else:
+        function = dispatcher.kernel(spec, arch_name, device, size)
+    choice = dispatcher.choose(spec, arch_name, size)
     if choice.registry is None or choice.path is None:
         raise ArtifactMissing(f"{spec.key} for {arch_name} has just been loaded and is {choice.reason} now")
     parameters = choice.registry.load_meta(choice.path)["parameters"]

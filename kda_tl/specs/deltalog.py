@@ -6,7 +6,6 @@ When a log is folded into its base is none: it is a run-time number whose tuned 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,6 +64,7 @@ class DeltaLogDecodeSpec(KernelSpec):
         capacity: entries that the log of a slot and value head has room for.
         state_v_first: the base is [V, K], read in accesses of 16 bytes; otherwise [K, V], read element by element.
         prepared: True for the second of two launches, behind DeltaLogPrepSpec.
+        one_token: True for the step of one token per request that may fold its log; False for drafts, and for all of [K, V].
     """
 
     kernel: ClassVar[str] = "deltalog_decode"
@@ -78,9 +78,11 @@ class DeltaLogDecodeSpec(KernelSpec):
     capacity: int = CAPACITY
     state_v_first: bool = True
     prepared: bool = False
+    one_token: bool = False
 
     def __post_init__(self) -> None:
         _check_rule(self)
+        _check("one_token", self.one_token, (False,) if self.prepared or not self.state_v_first else (True, False))
         _check("head_dim_v", self.head_dim_v, (64, 128))
         _check("state_dtype", self.state_dtype, DTYPES)
         _check("state_v_first", self.state_v_first, (True, False))
@@ -163,17 +165,21 @@ class DeltaLogPrepSchedule(Schedule):
 
 
 def deltalog_default_specs(is_cpu: bool) -> list[KernelSpec]:
-    """One launch for every rule and base; two launches for KDA. The cpu has those that `cpu_state_dtype` names."""
+    """One launch for every rule and base, of one token and of several; two launches for KDA.
+
+    The cpu has those that `cpu_state_dtype` names.
+    """
     dtype = "float32" if is_cpu else "bfloat16"
     single = {(rule, base) for rule in RULES for base in DTYPES}
     double = set(TWO_LAUNCHES)
     if is_cpu:
         single = {(rule, cpu_state_dtype(rule, base, 1)) for rule, base in single}
         double = {(rule, cpu_state_dtype(rule, base, 2)) for rule, base in double}
-    specs: list[KernelSpec] = [_spec(dtype, rule, base, prepared=False) for rule, base in sorted(single)]
-    specs.extend(dataclasses.replace(_spec(dtype, rule, "float32", prepared=False), state_v_first=False) for rule in K_FIRST)
-    specs.append(DeltaLogPrepSpec(dtype=dtype))
-    return specs + [_spec(dtype, rule, base, prepared=True) for rule, base in sorted(double)]
+    several: list[KernelSpec] = [_spec(dtype, rule, base) for rule, base in sorted(single)]
+    several.extend(_spec(dtype, rule, "float32", state_v_first=False) for rule in K_FIRST)
+    one: list[KernelSpec] = [_spec(dtype, rule, base, one_token=True) for rule, base in sorted(single)]
+    two: list[KernelSpec] = [_spec(dtype, rule, base, prepared=True) for rule, base in sorted(double)]
+    return [*one, *several, DeltaLogPrepSpec(dtype=dtype), *two]
 
 
 def cpu_state_dtype(rule: str, state_dtype: str, launches: int) -> str:
@@ -184,8 +190,8 @@ def cpu_state_dtype(rule: str, state_dtype: str, launches: int) -> str:
     return "float16" if (rule, state_dtype, launches) == ("kda", "float16", 1) else "float32"
 
 
-def _spec(dtype: str, rule: str, state_dtype: str, prepared: bool) -> DeltaLogDecodeSpec:
-    return DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, prepared=prepared, **RULES[rule])  # type: ignore[arg-type]
+def _spec(dtype: str, rule: str, state_dtype: str, **fields: bool) -> DeltaLogDecodeSpec:
+    return DeltaLogDecodeSpec(dtype=dtype, state_dtype=state_dtype, **RULES[rule], **fields)  # type: ignore[arg-type]
 
 
 KERNEL_SPECS.update({spec.kernel: spec for spec in (DeltaLogDecodeSpec, DeltaLogPrepSpec)})

@@ -1,27 +1,32 @@
-"""How a kernel is built: one frozen dataclass per kernel, and the tuned choices in schedules/ARCH.json.
+"""How a kernel is built: one frozen dataclass per kernel, and which of them an arch uses for problems of which size.
 
-What an artifact computes never depends on its schedule. A schedules file reads
-
-    {"format": 1, "arch": ARCH, "schedules": {SPEC_KEY: {"schedule": {FIELD: VALUE}, "source": "model" or "measured", ...}}}
+What an artifact computes never depends on its schedule. The choices are in schedules/ARCH.json: `kda_tl.specs.schedule_file`.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kda_tl.specs.kernels import KernelSpec
 
-__all__ = ["SCHEDULES", "ChunkScanSchedule", "ChunkWySchedule", "Schedule", "ScheduleFileError", "schedule_for"]
+__all__ = [
+    "SCHEDULES",
+    "ChunkScanSchedule",
+    "ChunkWySchedule",
+    "Measured",
+    "Schedule",
+    "SizeClass",
+    "schedule_classes",
+    "schedule_for",
+    "schedules_folder",
+]
 
-FORMAT = 1
-
-
-class ScheduleFileError(ValueError):
-    """A schedules file that cannot be used. The message names the file, the entry and what is allowed."""
+log = logging.getLogger("kda_tl")
 
 
 @dataclass(frozen=True)
@@ -96,27 +101,61 @@ class ChunkScanSchedule(Schedule):
 SCHEDULES: dict[str, type[Schedule]] = {s.kernel: s for s in (ChunkWySchedule, ChunkScanSchedule)}
 
 
-def schedule_for(spec: KernelSpec, arch: str) -> Schedule:
-    """The schedule that schedules/ARCH.json names for `spec`, or the kernel's default one where it names none.
+@dataclass(frozen=True)
+class Measured:
+    """Where the choice of a class comes from.
 
-    Raises:
-        ScheduleFileError: the file is not of this format, or the entry has an unknown field.
+    Attributes:
+        device: its name.
+        size: the largest measured problem of the class (`kda_tl.specs.sizes`); times are those of it.
+        time_ms: of the schedule, in milliseconds.
+        versions: (package or compiler, version) pairs, sorted.
+        date: ISO, of the measurement.
+        runner_up: the next best schedule and its milliseconds; None where nothing else ran.
     """
-    entry = _read(schedules_folder() / f"{arch}.json").get(spec.key)
-    kind = SCHEDULES[spec.kernel]
-    if entry is None:
-        return kind()
-    unknown = set(entry["schedule"]) - {f.name for f in fields(kind)}
-    if unknown:
-        known = ", ".join(f.name for f in fields(kind))
-        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: unknown field {sorted(unknown)[0]!r}; allowed: {known}")
+
+    device: str
+    size: int
+    time_ms: float
+    versions: tuple[tuple[str, str], ...]
+    date: str
+    runner_up: tuple[Schedule, float] | None = None
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """A schedule and the problems that it serves.
+
+    Attributes:
+        up_to: the largest size (`kda_tl.specs.sizes`); None, in the last class of a spec alone, for all that are larger.
+        source: "measured" on that hardware, "model", or "default" where the file names no schedule.
+    """
+
+    up_to: int | None
+    schedule: Schedule
+    source: str = "default"
+    measured: Measured | None = None
+
+
+def schedule_classes(spec: KernelSpec, arch: str) -> tuple[SizeClass, ...]:
+    """The size classes that schedules/ARCH.json names for `spec`, smallest first; one with the kernel's default schedule where
+    it names none, or cannot be read. What cannot be read is told once, as a warning of the logger "kda_tl"."""
+    path = schedules_folder() / f"{arch}.json"
     try:
-        schedule = kind(**entry["schedule"])
-    except ValueError as error:
-        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: {error}") from None
-    if getattr(schedule, "variant", "plain") == "warp_specialized" and arch != "sm_90":
-        raise ScheduleFileError(f"schedules/{arch}.json: {spec.key}: variant warp_specialized runs on sm_90 alone")
-    return schedule
+        stat = path.stat()
+        version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    except OSError:
+        version = None
+    found = _read(path, arch, version).get(spec.key)
+    return found if found is not None else (SizeClass(None, SCHEDULES[spec.kernel]()),)
+
+
+def schedule_for(spec: KernelSpec, arch: str, size: int | None = None) -> Schedule:
+    """The schedule of `spec` for problems of `size`; without one, for the largest. As `schedule_classes`."""
+    classes = schedule_classes(spec, arch)
+    if size is None:
+        return classes[-1].schedule
+    return classes[bisect_left([c.up_to for c in classes[:-1] if c.up_to is not None], size)].schedule
 
 
 def schedules_folder() -> Path:
@@ -127,16 +166,17 @@ def schedules_folder() -> Path:
 
 
 @lru_cache(maxsize=16)
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _read(path: Path, arch: str, version: tuple[int, int, int] | None) -> dict[str, tuple[SizeClass, ...]]:
+    """By spec key. `version` is that of the file on disk, None where there is none: a file that changes is read again."""
+    from kda_tl.specs.schedule_file import ScheduleFileError, read_schedule_file
+
+    if version is None:
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        entries = content["schedules"]
-        if content["format"] != FORMAT or content["arch"] != path.stem:
-            raise KeyError("format or arch")
-        if not all(isinstance(entry["schedule"], dict) for entry in entries.values()):
-            raise KeyError("schedule")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ScheduleFileError(f"{path}: not a schedules file of format {FORMAT} ({error}); restore it or delete it") from None
-    return dict(entries)
+        found, problems = read_schedule_file(path, arch)
+    except ScheduleFileError as error:
+        log.warning("%s. Until then every kernel for %s has its default schedule", error, arch)
+        return {}
+    for problem in problems:
+        log.warning("%s. Until then this kernel has its default schedule", problem)
+    return found

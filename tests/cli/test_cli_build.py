@@ -13,7 +13,6 @@ from kda_tl.registry import DamagedArtifact, Registry
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.deltalog import DeltaLogPrepSpec
 from kda_tl.specs.kernels import ChunkWySpec, KernelSpec
-from kda_tl.specs.schedules import ScheduleFileError
 
 FIGURES = {
     "launches": [{"name": "a", "shared_memory": 2048}, {"name": "b", "shared_memory": 1024}],
@@ -113,7 +112,6 @@ def test_the_default_registry(run, compiler, tmp_path: Path, monkeypatch: pytest
         BuildError("nvcc failed: error: no such thing"),
         ToolchainError("building needs TileLang: pip install 'kda-tl[build]'"),
         DamagedArtifact("the artifact is damaged"),
-        ScheduleFileError("schedules/sm_90.json: unknown field"),
         PermissionError("cannot write there"),
     ],
 )

@@ -143,6 +143,12 @@ def test_quarantine_is_mentioned(run, roots, fill) -> None:
     [
         ((9, 0), 13000, "warning", "served by sm_90, 0 of"),
         ((12, 0), 13000, "warning", "through PTX: right, not tuned; served by sm_89"),
+        (
+            (12, 1),
+            13000,
+            "warning",
+            "a provisional sm_121 (99 KiB of shared memory per block), through PTX: right, not tuned; served",
+        ),
         ((7, 5), 13000, "problem", "no arch serves"),
         ((9, 0), 12040, "warning", "served by sm_90"),
     ],

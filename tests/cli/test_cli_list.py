@@ -48,10 +48,24 @@ def test_json_has_every_field_and_honours_arch(run, roots, fill) -> None:
         "registry": str(roots[1]),
         "arch": "sm_90",
         "spec": "k[one]",
+        "up_to": None,
         "id": "gpu-one",
         "bytes": sum(file.stat().st_size for file in files),
         "built": "2026-01-02",
     }
+
+
+def test_classes_have_a_line_each(run, roots, fill) -> None:
+    registry = fill(roots[0])
+    classes = [{"up_to": 33, "id": "cpu-one"}, {"up_to": None, "id": "cpu-two"}]
+    registry.publish("cpu", {"k[sized]": {"kernel": "k", "built": "2026-01-02", "classes": classes}})
+    lines = [line.split() for line in run("list").output.splitlines() if "k[sized]" in line]
+    assert [(line[5], " ".join(line[6:])) for line in lines] == [
+        ("cpu-one", "k[sized] up to size 33"),
+        ("cpu-two", "k[sized] beyond that"),
+    ]
+    entries = json.loads(run("list", "--json", "--arch", "cpu").stdout)
+    assert [entry["up_to"] for entry in entries if entry["spec"] == "k[sized]"] == [33, None]
 
 
 def test_artifact_whose_folder_is_gone(run, roots, fill) -> None:

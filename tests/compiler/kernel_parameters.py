@@ -122,6 +122,17 @@ _PARAMETERS: dict[str, Parameters] = {
         "lower_bound": (0, "float32"),
         **_integers(*_FORMS, "tokens", "merge_every", "may_fold", "reserve"),
     },
+    "deltalog_decode_step": {
+        "q": (4, None),
+        "k": (4, None),
+        "v": (4, None),
+        **_GATES,
+        **_POOL,
+        "o": (4, None),
+        "scale": (0, "float32"),
+        "lower_bound": (0, "float32"),
+        **_integers(*_FORMS, "merge_every"),
+    },
     "deltalog_prep": {
         "q": (4, None),
         "k": (4, None),
@@ -151,9 +162,10 @@ def expected_parameters(spec: KernelSpec) -> dict[str, tuple[int, str]]:
         "state": fields.get("state_dtype"),
         "operand": spec.operand_dtype,
     }
+    variant = "_append" if fields.get("prepared") else "_step" if fields.get("one_token") else ""
     found = {
         name: (dimensions, str(own.get(dtype, dtype)))
-        for name, (dimensions, dtype) in _PARAMETERS[spec.kernel + ("_append" if fields.get("prepared") else "")].items()
+        for name, (dimensions, dtype) in _PARAMETERS[spec.kernel + variant].items()
     }
     if spec.kernel == "chunk_wy" and fields["decay"] != "per_key":
         found["g"] = (3, found["g"][1])

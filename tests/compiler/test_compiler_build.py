@@ -17,6 +17,7 @@ from kda_tl.registry import ManifestError, Registry
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.deltalog import DeltaLogPrepSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
+from kda_tl.specs.schedules import SizeClass
 
 needs_tilelang = pytest.mark.tilelang
 needs_nvcc = pytest.mark.cuda_compile
@@ -120,7 +121,7 @@ def test_a_damaged_artifact_is_rebuilt(build, cpu_registry: Registry, copied: Re
 @needs_tilelang
 def test_another_schedule_or_compiler_is_another_artifact(build, cpu_registry: Registry, monkeypatch) -> None:
     spec, arch = SCAN, ARCHS["cpu"]
-    schedule = build.schedule_for(spec, "cpu")
+    schedule = build.schedule_classes(spec, "cpu")[-1].schedule
 
     def identity(schedule: Any) -> str:
         return build._identity(build._program(spec, schedule, "cpu"), spec, schedule, arch)
@@ -175,6 +176,41 @@ def test_what_compiles_is_published_all_the_same(build, broken, tmp_path: Path) 
     assert WY.key in str(caught.value) and SCAN.key not in str(caught.value)
     assert set(registry.manifest("cpu").artifacts) == {SCAN.key}
     registry.verify(registry.find("cpu", SCAN.key))
+
+
+@needs_tilelang
+def test_a_spec_of_which_a_class_failed_stays_as_it_was(build, copied: Registry, monkeypatch) -> None:
+    program = build._program
+
+    def fails(spec: Any, schedule: Any, arch: str) -> Any:
+        if schedule.block_v == 128:
+            raise ValueError("no luck")
+        return program(spec, schedule, arch)
+
+    monkeypatch.setattr(build, "_program", fails)
+    before = copied.manifest("cpu").artifacts[SCAN.key]
+    kind = type(build.schedule_classes(SCAN, "cpu")[0].schedule)
+    classes = [SizeClass(8, kind(block_v=32), "model"), SizeClass(None, kind(block_v=128), "model")]
+    seen: list[Any] = []
+    with pytest.raises(BuildError, match="no luck"):
+        build.build("cpu", [SCAN], copied, jobs=1, progress=seen.append, schedules={SCAN: classes})
+    assert [(result.schedule.block_v, result.error is None) for result in seen] == [(32, True), (128, False)]
+    assert copied.manifest("cpu").artifacts[SCAN.key] == before
+
+
+@needs_tilelang
+def test_a_schedules_file_that_cannot_be_used_is_told_of_and_defaults_are_built(
+    build, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    (tmp_path / "cpu.json").write_text('{"format": 1}')
+    monkeypatch.setattr("kda_tl.specs.schedules.schedules_folder", lambda: tmp_path)
+    spec = DeltaLogPrepSpec(dtype="float32", capacity=8)
+    (result,) = build.build("cpu", [spec], Registry(tmp_path / "registry"), jobs=1)
+    assert result.schedule == type(result.schedule)()
+    (entry,) = Registry(tmp_path / "registry").manifest("cpu").artifacts.values()
+    assert [(one["up_to"], one["source"]) for one in entry["classes"]] == [(None, "default")]
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(f"{tmp_path / 'cpu.json'}: not a schedules file") and "every kernel for cpu" in warning
 
 
 @pytest.fixture

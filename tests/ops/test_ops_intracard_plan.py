@@ -12,6 +12,8 @@ from kda_tl.ops.intracard import (
     MAX_SEGMENTS,
     MULTIPROCESSORS,
     Device,
+    SplitInfo,
+    Tiling,
     Work,
     device_of,
     multiprocessors,
@@ -86,6 +88,28 @@ def test_a_number_of_segments_that_the_caller_asks_for(chunks: int, forced: int,
         assert all(first % 64 == 0 for first, _ in bounds)
 
 
+def test_the_number_of_scans() -> None:
+    """What the model counts with is what the launch is told."""
+    assert SplitInfo(1, 128, "whole", (128,)).scans(3) == 3 == SplitInfo(1, 9, "whole", (9, 0, 4)).scans(3)
+    for work in (dense(128, 4, B=3), dense(5, 4), pack(256, 1, 0, 100), pack(64, 64), unknown(256, 2), unknown(256, 1)):
+        for forced in (1, 2, 4, 7):
+            split = plan_split(work, H200, forced)
+            scans = split.scans(work.N)
+            assert scans == work.scans(split.segment_chunks)
+            if split.segments > 1 and work.chunks is not None:
+                lengths = work.chunks * work.N if work.dense else work.chunks
+                assert scans == sum(len(split.of_sequence(n * 64)) for n in lengths)
+
+
+def test_the_class_of_the_cut_counts_not_that_of_the_whole() -> None:
+    """Cut, 8 heads are 32 scans or more: a class with wide tiles for these makes the cut slower, so that fewer are made."""
+    narrow, wide = Tiling(None, 4, 1.5), Tiling(None, 1, 30.0)
+    uncut = plan_split(dense(128, 8), Device(132, scan=(narrow._replace(up_to=8), wide)))
+    assert uncut.segments == 1 < plan_split(dense(128, 8), Device(132, scan=(narrow,))).segments
+    cut = plan_split(dense(128, 8), Device(132, scan=(wide._replace(up_to=8), narrow)))
+    assert cut.segments > 1 and "instead of 3840 us" in cut.reason
+
+
 def test_a_plan_is_a_value() -> None:
     assert plan_split(dense(128, 4), H200) is plan_split(dense(128, 4), Device(132))
     assert hash(plan_split(dense(128, 4), H200)) == hash(dataclasses.replace(plan_split(dense(128, 4), H200)))
@@ -103,7 +127,9 @@ def test_what_the_model_knows_of_a_device(arch: str) -> None:
     for delta in (True, False):
         specs = ChunkScanSpec(delta=delta), IntracardPreScanSpec(delta=delta), IntracardMergeSpec(delta=delta)
         device = device_of(*specs, arch, 100)
-        assert device.multiprocessors == 100 and device.scan_tiles >= 1 and device.merge_tiles >= 1
-        assert device.pre_scan_tiles >= (2 if delta else 1)
+        assert device.multiprocessors == 100
+        for classes, least in ((device.scan, 1), (device.pre_scan, 2 if delta else 1), (device.merge, 1)):
+            assert all(one.tiles >= least for one in classes)
+            assert [one.up_to for one in classes if one.up_to is None] == [classes[-1].up_to]
     count = multiprocessors(torch.device("cpu"), arch)
     assert count == (1 if arch == "cpu" else MULTIPROCESSORS[arch])

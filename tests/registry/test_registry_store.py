@@ -92,7 +92,7 @@ def test_manifest_file_is_readable_and_sorted(registry: Registry) -> None:
     text = (registry.root / "manifest" / "sm_90.json").read_text()
     assert text.endswith("}\n") and text.count("\n") > 8
     data = json.loads(text)
-    assert (data["format"], data["arch"], list(data["artifacts"])) == (1, "sm_90", ["a", "z"])
+    assert (data["format"], data["arch"], list(data["artifacts"])) == (2, "sm_90", ["a", "z"])
     assert data["artifacts"]["a"] == {"id": "a1", "kernel": "chunk_wy", "built": "2026-01-02T03:04:05Z"}
 
 
@@ -352,6 +352,20 @@ def test_entries(registry: Registry) -> None:
         ('{"format": 1, "arch": "sm_90", "artifacts": {"k": {"kernel": "x"}}}', "id must be"),
         ('{"format": 1, "arch": "sm_90", "artifacts": {"k": {"id": "../../etc"}}}', "id must be"),
         ('{"format": 1, "arch": "sm_90", "artifacts": {}, "support": "/lib"}', "support must be"),
+        ('{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": []}}}', "classes must be a list of tables"),
+        ('{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": {"id": "a1"}}}}', "classes must be a list of tables"),
+        ('{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": ["a1"]}}}', "classes must be a list of tables"),
+        ('{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": [{"id": "../x"}]}}}', "id must be"),
+        ('{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": [{"id": "a", "up_to": 4}]}}}', "up_to must rise"),
+        (
+            '{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": [{"id": "a"}, {"id": "b", "up_to": null}]}}}',
+            "up_to must rise",
+        ),
+        (
+            '{"format": 2, "arch": "sm_90", "artifacts": {"k": {"classes": [{"id": "a", "up_to": 4}, {"id": "b", "up_to": 4}, '
+            '{"id": "c"}]}}}',
+            "up_to must rise",
+        ),
     ],
 )
 def test_corrupt_manifest(registry: Registry, content: str | bytes, reason: str) -> None:
@@ -368,12 +382,21 @@ def test_corrupt_manifest(registry: Registry, content: str | bytes, reason: str)
     assert (registry.root / "artifacts" / ID).is_dir()
 
 
+def test_a_manifest_of_format_1_is_read_and_rewritten(registry: Registry) -> None:
+    put(registry)
+    path = registry.root / "manifest" / "sm_90.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    assert registry.find("sm_90", KEY) == registry.root / "artifacts" / ID
+    put(registry, "b1", "another")
+    assert json.loads(path.read_text())["format"] == 2 and set(registry.manifest("sm_90").artifacts) == {KEY, "another"}
+
+
 def test_newer_manifest(registry: Registry) -> None:
     put(registry)
     path = registry.root / "manifest" / "sm_90.json"
-    path.write_text(json.dumps({"format": 2, "arch": "sm_90", "tables": {}}))
+    path.write_text(json.dumps({"format": 3, "arch": "sm_90", "tables": {}}))
     before = path.read_bytes()
-    with pytest.raises(ManifestError, match="format 2, this version of kda-tl reads format 1: upgrade kda-tl"):
+    with pytest.raises(ManifestError, match="format 3, this version of kda-tl reads up to format 2: upgrade kda-tl"):
         registry.manifest("sm_90")
     with pytest.raises(ManifestError):
         put(registry)

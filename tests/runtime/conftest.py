@@ -15,7 +15,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded, counted and told nothing yet."""
     from kda_tl.runtime import loader
 
-    monkeypatch.setattr(dispatcher, "_kernels", {})
+    for cache in ("_kernels", "_schedules"):
+        monkeypatch.setattr(dispatcher, cache, {})
     monkeypatch.setattr(loader, "_loaded", {})
     monkeypatch.setattr(counters, "_told", set())
     counters.reset_counters()

@@ -24,7 +24,7 @@ from kda_tl.specs.schedules import SCHEDULES, schedule_for
 def test_keys_are_stable_and_specs_survive_as_a_dict() -> None:
     assert DeltaLogDecodeSpec().key == (
         "deltalog_decode[head_dim_k=128,head_dim_v=128,dtype=bfloat16,state_dtype=float32,decay=per_key,delta=True,"
-        "read_first=False,capacity=16,state_v_first=True,prepared=False]"
+        "read_first=False,capacity=16,state_v_first=True,prepared=False,one_token=False]"
     )
     for spec in (DeltaLogDecodeSpec(64, 64, **RULES["gdn"]), DeltaLogPrepSpec(**RULES["rwkv6"])):
         fields = spec.as_dict()
@@ -79,5 +79,6 @@ def test_every_cache_that_can_be_made_finds_its_kernels(arch: str) -> None:
                 kernel_state = cpu_state_dtype(rule, state_dtype, launches) if arch == "cpu" else state_dtype
                 spec = DeltaLogDecodeSpec(dtype=dtype, state_dtype=kernel_state, prepared=launches == 2, **fields)
                 assert spec in specs
+                assert launches == 2 or dataclasses.replace(spec, one_token=True) in specs
                 assert launches == 1 or spec.prep_spec in specs
                 assert isinstance(schedule_for(spec, arch), DeltaLogDecodeSchedule)

@@ -1,0 +1,236 @@
+"""deltalog_step: the decode step proper, one token per request, in one launch and straight through; see `deltalog_decode`.
+
+Nothing is looped over, so no address has to outlive its use, and three barriers are all: log and token are there; weights are
+there; sums over the log are there. A fold takes the log as it lies weighted in shared memory and the token from registers,
+and reads the base again.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from kda_tl.kernels.deltalog_replay import (
+    PAD,
+    ROW_LANES,
+    BaseTile,
+    elements,
+    fetch_token,
+    fetch_value,
+    fold_log,
+    load_base,
+    log_products,
+    publish_token,
+    publish_value,
+    read_base,
+    read_log,
+    scale_token,
+    stage,
+    staged,
+    store_cursor,
+    weigh_log,
+)
+from kda_tl.kernels.tiles.lanes import groups, lanes, own, private, sync, wide
+from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
+from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
+
+
+def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: str) -> Any:
+    """The PrimFunc. Positional arguments as for `deltalog_decode.program`, T = 1, without tokens, may_fold and reserve."""
+    t = TileTarget(arch)
+    K, V, D, dtype, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.dtype, spec.capacity
+    block_v, delta, read_first = min(schedule.block_v, V), spec.delta, spec.read_first
+    threads = min(schedule.threads, ROW_LANES * block_v)
+    tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype)
+    per_key = D > 1
+    tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
+    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
+    q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
+    g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
+    beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
+    o_strides = run_time_strides("o", "nth")
+    base_strides = run_time_strides("base", "shv")
+    bias_strides, bonus_strides = run_time_strides("bias", "hk"), run_time_strides("bonus", "hk")
+
+    @T.prim_func
+    def deltalog_decode_step(
+        q: T.StridedTensor((n, seq_len, H, K), (*q_strides, 1), dtype),
+        k: T.StridedTensor((n, seq_len, H, K), (*k_strides, 1), dtype),
+        v: T.StridedTensor((n, seq_len, HV, V), (*v_strides, 1), dtype),
+        g: T.StridedTensor((n, seq_len, HV, D), g_strides, dtype),
+        beta: T.StridedTensor((n, seq_len, HV), beta_strides, dtype),
+        g_wide: T.StridedTensor((n, seq_len, HV, D), g_wide_strides, "float32"),
+        beta_wide: T.StridedTensor((n, seq_len, HV), beta_wide_strides, "float32"),
+        A_log: T.Tensor((HV,), "float32"),
+        dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
+        bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
+        base: T.StridedTensor((slots, HV, V, K), (*base_strides, 1), spec.state_dtype),
+        log_k: T.Tensor((rows, capacity, K), dtype),
+        log_u: T.Tensor((rows, capacity, V), "float32"),
+        log_d: T.Tensor((rows, capacity, D), "float32"),
+        cursor: T.Tensor((rows, V // CURSOR_ROWS, 2), "int32"),
+        state_indices: T.Tensor((n,), "int32"),
+        valid: T.Tensor((n,), "int32"),
+        o: T.StridedTensor((n, seq_len, HV, V), (*o_strides, 1), dtype),
+        scale: T.float32,
+        lower_bound: T.float32,
+        gate_form: T.int32,
+        beta_form: T.int32,
+        has_dt_bias: T.int32,
+        normalize: T.int32,
+        wide_gates: T.int32,
+        has_valid: T.int32,
+        null_index: T.int32,
+        merge_every: T.int32,
+    ):
+        T.annotate_pass_configs({"tl.disable_thread_storage_sync": True})  # as in deltalog_decode
+        with T.Kernel(n * tiles_v, HV, threads=threads) as (block, value_head):
+            if not t.is_cpu:
+                T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            assume_multiples(base_strides, 8)
+            assume_multiples(o_strides, 8)
+            where = T.alloc_local((4,), "int32")
+            where[0] = T.truncdiv(block, tiles_v)
+            where[1] = (block - where[0] * tiles_v) * block_v
+            where[2] = T.truncdiv(value_head * H, HV)
+            where[3] = state_indices[where[0]]
+            request, first_v, head, slot = where[0], where[1], where[2], where[3]
+            T.assume(first_v % CURSOR_ROWS == 0)
+            narrow = private(t, threads, (-(-K // threads), 3), dtype)
+            wide_row = private(t, threads, (-(-K // threads), 4), "float32")
+            narrow_value = private(t, threads, (2,), dtype)
+            wide_strength = private(t, threads, (1,), "float32")
+            live = T.alloc_var("int32", init=0)
+            live = 0
+            if (slot >= 0) & (slot < slots) & (slot != null_index):
+                live = 1
+                if has_valid != 0:
+                    if valid[request] < 1:
+                        live = 0
+            if live != 0:
+                held = tile.alloc()
+                keys = t.shared((capacity, K), dtype)
+                weighted = t.shared((capacity, K), "float32")
+                entry_decay = t.shared((capacity, 1), "float32")
+                writes = t.shared((capacity, block_v + PAD), "float32")
+                now = t.shared((2, K), "float32")
+                decay = t.shared((D,), "float32")
+                bonus_row = t.shared((K,), "float32")
+                base_weight = t.shared((K,), "float32")
+                scaled = t.shared((2, K), "float32")
+                dots = t.shared((capacity, 2), "float32")
+                numbers = t.shared((3,), "float32")
+                strength = t.shared((1,), "float32")
+                values = t.shared((block_v,), "float32")
+                # Read back at the end, so that no address of what is written there is kept in registers until then.
+                place = t.shared((1,), "int32")
+                k_sums = private(t, threads, (tile.rows,), "float32")
+                q_sums = private(t, threads, (tile.rows,), "float32")
+                k_total = T.alloc_local((tile.rows,), "float32")
+                q_total = T.alloc_local((tile.rows,), "float32")
+                u = private(t, threads // ROW_LANES, (tile.rows,), "float32")
+                out = T.alloc_local((tile.rows,), dtype)
+                count = T.alloc_var("int32", init=0)
+                window = T.alloc_var("int32", init=0)
+                folds = T.alloc_var("int32", init=0)
+                first_copy = T.truncdiv(first_v, CURSOR_ROWS)
+                # In 64 bits: what follows from it is an address.
+                row = T.alloc_var("int64", init=0)
+                row = T.cast(slot, "int64") * HV + value_head
+
+                # Any of the block's copies. Read by number of the thread, they are not known to be the same to the compiler,
+                # which would wait for a number of the whole block before it issues the loads that follow.
+                for thread in lanes(t, threads):
+                    count = cursor[row, first_copy + thread % copies, 0]
+                    window = cursor[row, first_copy + thread % copies, 1]
+                    if thread == 0:
+                        place[0] = slot
+                load_base(tile, held, base, slot, value_head, first_v)
+                fetch_token(
+                    t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head,
+                    gate_form, has_dt_bias, wide_gates, K, D, read_first,
+                )  # fmt: skip
+                fetch_value(
+                    t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
+                    block_v, delta,
+                )  # fmt: skip
+                count = T.max(0, T.min(capacity, count))
+                stage(t, threads, keys, log_k, row, 0, count, capacity, K, elements(dtype))
+                if per_key:
+                    stage(t, threads, weighted, log_d, row, 0, count, capacity, K, 4)
+                else:
+                    for thread in lanes(t, threads):
+                        if thread < count:
+                            entry_decay[thread, 0] = log_d[row, thread, 0]
+                stage(t, threads, writes, log_u, row, first_v, count, capacity, block_v, 4)
+                publish_token(
+                    t, threads, narrow, wide_row, now, decay, bonus_row, gate_form, lower_bound, has_dt_bias, wide_gates, K, D,
+                    read_first,
+                )  # fmt: skip
+                publish_value(t, threads, narrow_value, wide_strength, values, strength, beta_form, wide_gates, block_v, delta)
+                folds = 0
+                if (count + 1 >= window) | (count >= capacity):
+                    folds = 1
+                staged(t)
+                sync(t)
+                weigh_log(t, threads, weighted, keys, entry_decay, base_weight, decay, not read_first, count, K, per_key)
+                scale_token(t, threads, scaled, now, base_weight, K)
+                sync(t)
+                log_products(
+                    t, threads, weighted, now, dots, numbers, bonus_row, count, K, delta, read_first, scale, normalize
+                )  # fmt: skip
+                read_base(tile, held, scaled, k_sums, q_sums, delta)
+                sync(t)
+                out_slot = T.alloc_var("int32", init=0)
+                out_row = T.alloc_var("int64", init=0)
+                out_slot = place[0]
+                out_row = T.cast(out_slot, "int64") * HV + value_head
+                for group in groups(t, threads, ROW_LANES):
+                    read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total, delta)
+                    mine = own(t, group)
+                    first_row = group * tile.rows
+                    for first in list(range(0, tile.rows, 4)):
+                        for e in wide(t, min(4, tile.rows)):
+                            u[mine, first + e] = values[first_row + first + e]
+                    for r in T.unroll(tile.rows):
+                        if delta:
+                            u[mine, r] = strength[0] * (u[mine, r] - k_total[r] * numbers[0])
+                        out[r] = numbers[1] * (q_total[r] + numbers[2] * u[mine, r])
+                        # The raw key goes into the log: its norm travels with the write.
+                        u[mine, r] = u[mine, r] * numbers[0]
+                    # A lane per row: neighbours in memory are stored by neighbours.
+                    for lane in lanes(t, ROW_LANES):
+                        if lane < tile.rows:
+                            result = T.alloc_var(dtype, init=0)
+                            write = T.alloc_var("float32", init=0.0)
+                            result = out[0]
+                            write = u[mine, 0]
+                            for r in list(range(1, tile.rows)):
+                                if lane == r:
+                                    result = out[r]
+                                    write = u[mine, r]
+                            o[request, 0, value_head, first_v + first_row + lane] = result
+                            if folds == 0:
+                                log_u[out_row, count, first_v + first_row + lane] = write
+                if folds != 0:
+                    fold_log(
+                        tile, base, weighted, base_weight, writes, out_slot, value_head, first_v, count, (u, now, decay), D,
+                        read_first,
+                    )  # fmt: skip
+                    count = -1
+                    window = merge_every
+                else:
+                    if first_v == 0:
+                        for step in list(range(-(-K // threads))):
+                            for thread in lanes(t, threads):
+                                c = step * threads + thread
+                                if c < K:
+                                    log_k[out_row, count, c] = now[0, c]
+                                if c < D:
+                                    log_d[out_row, count, c] = decay[c]
+                store_cursor(t, threads, cursor, out_row, first_copy, copies, count + 1, window)
+            else:
+                for x in lanes(t, threads):
+                    if x < block_v:
+                        o[request, 0, value_head, first_v + x] = 0.0
+
+    return deltalog_decode_step

@@ -1,0 +1,306 @@
+"""The measuring half: times a prepared folder's candidates on the device at hand. Needs no TileLang and no compiler.
+
+Every candidate is held to the float64 reference on a small problem, and to the first candidate's outputs on the full-size one,
+before its time counts. Times are medians over rounds in which all candidates of a problem take turns; clear losers drop out.
+What a candidate came to is on disk before the next one is told about: whatever ends the run, nothing is measured twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from kda_tl import __version__
+from kda_tl.tuning.measure_child import At, Done, Found, Hello, Job, serve
+from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
+
+__all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
+
+Record = dict[str, Any]
+START_SECONDS = 300.0
+"""Until a child has torch, the driver and a context."""
+
+
+class MeasureError(RuntimeError):
+    """Nothing can be measured here. The message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """counts: new records by status; left: candidates that the budget did not reach."""
+
+    device: str
+    counts: Mapping[str, int]
+    left: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Candidates of one spec and problem that are not finished."""
+
+    spec: PlannedSpec
+    problem: PlannedProblem
+    open: tuple[int, ...]
+    best_ms: float | None
+
+    def job(self) -> Job:
+        found = self.spec.candidates
+        baselines = [n for n, one in enumerate(found) if one.schedule == self.problem.baseline]
+        rows = tuple((n, str(found[n].artifact)) for n in self.open)
+        return Job(self.spec.spec, self.problem.problem, rows, baselines[0] if baselines else None, self.best_ms)
+
+
+def read_records(path: Path) -> list[Record]:
+    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def append_record(path: Path, record: Record) -> None:
+    """On disk when it returns; after what is left of a line that was cut off, on a line of its own."""
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        else:
+            torn = False
+        file.write(b"\n" * torn + json.dumps(record, sort_keys=True).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(
+    folder: Path,
+    *,
+    resume: bool = False,
+    budget_s: float | None = None,
+    patience_s: float = 30.0,
+    kernels: Sequence[str] = (),
+    progress: Callable[[Record, int, int], None] | None = None,
+) -> Summary:
+    """Times the candidates of `folder` and appends a record for each to its timings.jsonl.
+
+    Args:
+        resume: go on with the records that are there: what is finished for this device and artifact is not run again. Without
+            it they are moved aside, to timings-1.jsonl and so on.
+        budget_s: seconds after which no further problem is begun; None for no limit.
+        patience_s: seconds that a candidate may take for one step, be it a check or a sample; then its process is ended.
+        kernels: only specs of these; all by default.
+        progress: called with each new record, and how many of how many candidates are done.
+
+    Raises:
+        PlanError: the folder has no plan.
+        MeasureError: this machine has no device of the plan's arch, or the child process does not start.
+    """
+    began = time.monotonic()
+    plan = read_plan(folder)
+    path = folder / TIMINGS
+    if not resume and path.exists():
+        _move_aside(path)
+    counts: dict[str, int] = {}
+    with _Child(folder, plan.arch) as child:
+        hello = child.start()
+        records = [record for record in read_records(path) if record.get("device") == hello.device]
+        groups = list(_groups(plan, records, kernels))
+        total, done = sum(len(group.open) for group in groups), 0
+
+        def keep(spec: PlannedSpec, problem: PlannedProblem | None, number: int, found: Found) -> None:
+            one = spec.candidates[number]
+            error = found.error if found.error is not None and math.isfinite(found.error) else None
+            record = {
+                "spec": spec.spec, "schedule": dict(one.schedule), "size": problem.size if problem else 0,
+                "problem": dict(problem.problem) if problem else {}, "status": found.status, "time_ms": found.time_ms,
+                "error": error, "reason": found.reason, "device": hello.device, "artifact": one.artifact,
+                "versions": {**plan.versions, **hello.versions, "kda_tl": __version__},
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "baseline": problem is not None and one.schedule == problem.baseline,
+            }  # fmt: skip
+            append_record(path, record)
+            counts[found.status] = counts.get(found.status, 0) + 1
+            if progress is not None and problem is not None:
+                progress(record, done, total)
+
+        for spec, number in _rejected(plan, records, kernels):
+            keep(spec, None, number, Found(number, "rejected", reason=spec.candidates[number].reason))
+        for group in groups:
+            if budget_s is not None and time.monotonic() - began > budget_s:
+                break
+            for found in _run(child, group, patience_s):
+                done += 1
+                keep(group.spec, group.problem, found.number, found)
+    return Summary(hello.device, counts, total - done, time.monotonic() - began)
+
+
+def _move_aside(path: Path) -> None:
+    n = 1
+    while (aside := path.with_name(f"{path.stem}-{n}{path.suffix}")).exists():
+        n += 1
+    os.rename(path, aside)
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    problem = json.dumps([record["schedule"], record["problem"]], sort_keys=True)
+    return record["spec"], record["size"], record.get("artifact"), problem
+
+
+def _groups(plan: Plan, records: Sequence[Record], kernels: Sequence[str]) -> Iterator[_Group]:
+    finished = {_key(record): record for record in records}
+    for spec in plan.specs:
+        if kernels and spec.spec.partition("[")[0] not in kernels:
+            continue
+        for problem in spec.problems:
+            left, best = [], None
+            for number, one in enumerate(spec.candidates):
+                if one.artifact is None:
+                    continue
+                size = {"spec": spec.spec, "size": problem.size, "problem": problem.problem}
+                record = finished.get(_key({**size, "schedule": one.schedule, "artifact": one.artifact}))
+                if record is None:
+                    left.append(number)
+                elif record["status"] == "ok":
+                    best = min(record["time_ms"], record["time_ms"] if best is None else best)
+            if left:
+                yield _Group(spec, problem, tuple(left), best)
+
+
+def _rejected(plan: Plan, records: Sequence[Record], kernels: Sequence[str]) -> Iterator[tuple[PlannedSpec, int]]:
+    told = {_key(record) for record in records if record["status"] == "rejected"}
+    for spec in plan.specs:
+        for number, one in enumerate(spec.candidates):
+            known = _key({"spec": spec.spec, "size": 0, "problem": {}, "schedule": one.schedule, "artifact": None}) in told
+            if one.artifact is None and not known and (not kernels or spec.spec.partition("[")[0] in kernels):
+                yield spec, number
+
+
+def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
+    """Every open candidate's result; one that takes its process along is a result too, and the others go on in a new one."""
+    left = list(group.open)
+    while left:
+        job = _Group(group.spec, group.problem, tuple(left), group.best_ms).job()
+        at: At = At(None, "making tensors")
+        for message in child.ask(job, patience_s):
+            if isinstance(message, At):
+                at = message
+            elif isinstance(message, Found):
+                left.remove(message.number)
+                yield message
+            elif isinstance(message, _Ended):
+                lost = [at.number] if at.number is not None else list(left)
+                for number in [number for number in lost if number in left]:
+                    left.remove(number)
+                    yield Found(number, message.status, reason=f"{message.how} in its {at.what}" if at.number is not None
+                                else f"{message.how} while {at.what}")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The child is gone, or had to be."""
+
+    status: str
+    how: str
+
+
+class _Child:
+    """The process that runs candidates, started again when it is gone."""
+
+    def __init__(self, folder: Path, arch: str) -> None:
+        self.folder, self.arch = folder, arch
+        self.process: BaseProcess | None = None
+        self.pipe: Connection | None = None
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Hello:
+        """Raises MeasureError where the process does not come up."""
+        from kda_tl.tuning.measure_device import why_not
+
+        reason = why_not(self.arch)
+        if reason is not None:
+            raise MeasureError(reason)
+        context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(self.folder), self.arch), daemon=True)
+        self.process.start()
+        theirs.close()
+        for message in self.messages(START_SECONDS):
+            if isinstance(message, Hello):
+                return message
+            if isinstance(message, _Ended):
+                raise MeasureError(f"the measuring process does not start: {message.how}")
+        raise MeasureError("the measuring process said nothing")
+
+    def stop(self) -> None:
+        if self.process is None or self.process.pid is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        if self.pipe is not None:
+            self.pipe.close()
+        self.process, self.pipe = None, None
+
+    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | _Ended]:
+        """Until the job is done, or the process gone."""
+        if self.process is None:
+            self.start()
+        assert self.pipe is not None
+        with suppress(OSError):  # it is gone: the first message says so
+            self.pipe.send(job)
+        for message in self.messages(patience_s):
+            if isinstance(message, Done):
+                return
+            if isinstance(message, At | Found | _Ended):
+                yield message
+
+    def messages(self, patience_s: float) -> Iterator[Any]:
+        """What the child sends; as the last one `_Ended`, where it is silent for so long or gone."""
+        assert self.pipe is not None and self.process is not None
+        while True:
+            try:
+                if not self.pipe.poll(patience_s):
+                    self.stop()
+                    yield _Ended("timeout", f"no answer for {patience_s:.0f} s")
+                    return
+                message = self.pipe.recv()
+            except (EOFError, OSError):
+                process = self.process
+                process.join(5)
+                how = _how(process.exitcode)
+                self.stop()
+                yield _Ended("crashed", how)
+                return
+            yield message
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"ended by {signal.Signals(-code).name}"
+    return f"ended with status {code}"

@@ -1,0 +1,115 @@
+"""Timings files: what a tuner found out, a JSON object per line, in the order in which it was found out.
+
+    {"spec": KEY, "schedule": {...}, "size": INT, "problem": {...}, "status": "ok", "time_ms": FLOAT, "error": FLOAT,
+     "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL}
+
+Lines are only ever appended. A process that dies while it writes leaves a torn one, which is no record and is passed over.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STATUSES", "Timing", "TimingsError", "read_timings"]
+
+STATUSES = ("ok", "wrong", "crashed", "timeout", "stopped", "rejected")
+
+
+class TimingsError(ValueError):
+    """A timings file that cannot be used. The message names the file, the line, what is wrong and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One candidate on one problem.
+
+    Attributes:
+        spec: its key.
+        schedule: fields by name; those left out have their defaults.
+        size: of the problem, as `kda_tl.specs.sizes` counts it; 0 for a candidate that was rejected for all of them.
+        problem: the numbers that make it up, whatever they are.
+        status: "ok"; "wrong" (over the error bound), "crashed", "timeout", "stopped" (clearly slower) or "rejected".
+        time_ms: milliseconds of a launch; a number wherever status is ok.
+        error: relative, against the reference; None where it never ran.
+        reason: what went wrong; None where nothing did.
+        device: name of the GPU.
+        versions: of packages and compilers, by name.
+        date: ISO, of the measurement.
+        baseline: whether this schedule was in force for that size when it was measured.
+    """
+
+    spec: str
+    schedule: Mapping[str, Any]
+    size: int
+    problem: Mapping[str, Any]
+    status: str
+    time_ms: float | None
+    error: float | None
+    reason: str | None
+    device: str
+    versions: Mapping[str, str]
+    date: str
+    baseline: bool
+
+    def __post_init__(self) -> None:
+        for name, kinds in KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise ValueError(f"{name} must be {words}, got {value!r}")
+        if self.status not in STATUSES:
+            raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
+        if self.size < (self.status != "rejected"):
+            raise ValueError(f"size must be positive, got {self.size}")
+        if self.status == "ok" and (self.time_ms is None or not math.isfinite(self.time_ms) or self.time_ms <= 0):
+            raise ValueError(f"time_ms must be a positive number where status is ok, got {self.time_ms!r}")
+        try:
+            datetime.datetime.fromisoformat(self.date.replace("Z", "+00:00"))
+        except ValueError:
+            raise ValueError(f"date must be an ISO date, got {self.date!r}") from None
+
+
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "spec": (str,), "schedule": (dict,), "size": (int,), "problem": (dict,), "status": (str,),
+    "time_ms": (int, float, type(None)), "error": (int, float, type(None)), "reason": (str, type(None)),
+    "device": (str,), "versions": (dict,), "date": (str,), "baseline": (bool,),
+}  # fmt: skip
+
+
+def read_timings(path: Path) -> list[Timing]:
+    """All records, in the order of the file. Fields that a record has besides are left to whoever wrote them.
+
+    Raises:
+        TimingsError: the file cannot be read, or a whole line is no record.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TimingsError(f"{path}: cannot be read: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            given = json.loads(line)
+        except (ValueError, RecursionError):  # torn, or empty
+            continue
+        try:
+            found.append(_record(given))
+        except ValueError as error:
+            raise TimingsError(f"{path} line {number}: {error}: remove the line, or tune anew") from None
+    return found
+
+
+def _record(given: object) -> Timing:
+    if not isinstance(given, dict):
+        raise ValueError(f"a record is a JSON object, got {given!r}")
+    names = [f.name for f in fields(Timing)]
+    for name in names:
+        if name not in given:
+            raise ValueError(f"a record has {', '.join(names)}, and {name} is missing")
+    return Timing(**{name: given[name] for name in names})

@@ -1,0 +1,113 @@
+"""kda-tl autotune on the cpu, from candidates to a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from kda_tl.cli.autotune import RULE_OF_OP, _selected
+from kda_tl.registry import Registry
+from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
+from kda_tl.specs.schedules import schedule_classes
+from kda_tl.tuning.measure import append_record
+from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, PlannedProblem, PlannedSpec, write_plan
+
+Run = Callable[..., Result]
+SPEC = IntracardMergeSpec(64, 64)
+
+
+@pytest.mark.tilelang
+def test_the_whole_loop(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, checked and timed, chosen, built: nothing of it is faked but the folders, and that one spec is all there is."""
+    registry, schedules = Registry(tmp_path / "registry"), tmp_path / "schedules"
+    schedules.mkdir()
+    monkeypatch.setenv("KDA_TL_REGISTRY", str(registry.root))
+    monkeypatch.setattr("kda_tl.cli.autotune._selected", lambda *_: [SPEC])
+    for module in ("kda_tl.specs.schedules", "kda_tl.tuning.apply"):
+        monkeypatch.setattr(importlib.import_module(module), "schedules_folder", lambda: schedules)
+    tuned = run("autotune", "--arch", "cpu", "--jobs", 2)
+    assert tuned.exit_code == 0, tuned.output
+    assert "compiled" in tuned.stderr and "intracard_merge(" in tuned.stderr and "min left" in tuned.stderr
+    assert "cpu: " in tuned.output and " ok" in tuned.output and f"Built into {registry.root}" in tuned.output
+
+    folder = registry.root / "tuning" / "cpu"
+    lines = (folder / "timings.jsonl").read_text()
+    chosen = json.loads((schedules / "cpu.json").read_text())["schedules"][SPEC.key]["classes"]
+    assert {one["source"] for one in chosen} == {"measured"}
+    built = [registry.load_meta(one.path)["schedule"] for one in registry.classes("cpu", SPEC.key)]
+    assert built == [one.schedule.as_dict() for one in schedule_classes(SPEC, "cpu")] and len(built) == len(chosen)
+
+    resumed = run("autotune", "--measure", folder, "--resume")
+    assert resumed.exit_code == 0 and "nothing new" in resumed.output
+    assert (folder / "timings.jsonl").read_text() == lines
+    reported = run("autotune", "--report", folder)
+    assert reported.exit_code == 0 and reported.output.count(SPEC.key) == 2 and "x" in reported.output
+    again = run("autotune", "--apply", folder)
+    assert again.exit_code == 0 and "0 entries changed" in again.output and "Built" not in again.output
+
+
+def plan_of(folder: Path) -> None:
+    baseline, better = IntracardMergeSchedule(), IntracardMergeSchedule(block_v=32)
+    problem = {"sequences": 1, "tokens": 8192, "H": 4, "HV": 4, "segments": 32, "V": 128}
+    candidates = tuple(PlannedCandidate(one.as_dict(), f"id-{one.block_v}") for one in (baseline, better))
+    spec = PlannedSpec(SPEC.key, (), (PlannedProblem(4, problem, baseline.as_dict()),), candidates)
+    write_plan(folder, Plan("sm_90", {}, (spec,)))
+    for one, ms in ((baseline, 0.5), (better, 0.25)):
+        append_record(folder / "timings.jsonl", {
+            "spec": SPEC.key, "schedule": one.as_dict(), "size": 4, "problem": problem, "status": "ok", "time_ms": ms,
+            "error": 1e-7, "reason": None, "device": "a GPU", "artifact": f"id-{one.block_v}", "versions": {},
+            "date": "2026-01-02T03:04:05+00:00", "baseline": one == baseline,
+        })  # fmt: skip
+
+
+def test_the_report_shows_gains_and_floors(run: Run, tmp_path: Path) -> None:
+    plan_of(tmp_path)
+    line = next(line for line in run("autotune", "--report", tmp_path).output.splitlines() if SPEC.key in line)
+    assert {"0.5000", "0.2500", "2.00x"} <= set(line.split()) and "intracard_merge(block_v=32)" in line
+    over_floor = float(line.split("2.00x")[1].split()[0])
+    moved = 4 * (31 * 4 * 2 * 64 * 64 + 32 * 4 * 64 * 64 + 4 * 64 * 64)
+    flops = 4 * 31 * 2 * 64**3
+    floor_ms = 1e3 * max(moved / 4.3e12, flops / (132 * 256 * 1.98e9))
+    assert over_floor == pytest.approx(0.25 / floor_ms, rel=0.01)
+
+
+def test_measuring_what_is_for_another_machine(run: Run, tmp_path: Path) -> None:
+    plan_of(tmp_path)
+    ended = run("autotune", "--measure", tmp_path, "--resume")
+    assert ended.exit_code == 1 and "sm_90" in ended.output
+    assert run("autotune", "--arch", "cpu", "--report", tmp_path).exit_code == 1
+
+
+def test_wrong_options(run: Run, tmp_path: Path) -> None:
+    assert run("autotune").exit_code == 2
+    assert run("autotune", "--arch", "cpu", "--prepare", tmp_path, "--measure", tmp_path).exit_code == 2
+    assert run("autotune", "--arch", "cpu", "--kernel", "no_such").exit_code == 2
+    missing = run("autotune", "--measure", tmp_path)
+    assert missing.exit_code == 1 and "--prepare" in missing.output
+
+
+def test_an_op_names_its_kernels() -> None:
+    kda = _selected("sm_90", [], "chunk_kda")
+    assert {spec.kernel for spec in kda} == {"chunk_wy", "chunk_scan", "intracard_pre_scan", "intracard_merge"}
+    assert {spec.as_dict()["decay"] for spec in kda if spec.kernel == "chunk_wy"} == {"per_key"}
+    assert all(spec.as_dict().get("delta", True) for spec in kda)
+    assert {spec.kernel for spec in _selected("sm_90", [], "recurrent_gdn")} == {"recurrent_decode"}
+    deltalog = _selected("sm_90", ["deltalog_decode"], "deltalog_decode_gdn")
+    assert deltalog and {spec.as_dict()["decay"] for spec in deltalog} == {"scalar"}
+    assert all(_selected("sm_90", [], op) for op in RULE_OF_OP)
+
+
+def test_the_measuring_half_needs_no_compiler(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom kda_tl.tuning import measure, measure_child, measure_device, problems, problems_plan\n"
+        "print(json.dumps(sorted({'tilelang', 'tvm'} & {name.partition('.')[0] for name in sys.modules})))"
+    )
+    ran = subprocess.run([sys.executable, "-c", "import json\n" + code], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == []

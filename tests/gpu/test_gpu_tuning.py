@@ -1,0 +1,81 @@
+"""Schedules on sizes that nothing was tuned on: what the dispatcher takes, against every candidate of a prepared folder.
+
+The folder is tuning/ARCH of the registry that a build goes to, as `kda-tl autotune --arch ARCH --prepare build/tuning/ARCH`
+makes it; the registry must hold what is dispatched (`kda-tl build --arch ARCH`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kda_tl.registry import default_root
+from kda_tl.runtime import dispatcher
+from kda_tl.specs.decode import RecurrentDecodeSpec
+from kda_tl.specs.floors import Problem
+from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
+from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec, spec_of_key
+from kda_tl.tuning.measure import measure, read_records
+from kda_tl.tuning.problems import held_out_problems, size_of
+from kda_tl.tuning.problems_plan import PLAN, PlannedProblem, PlannedSpec, read_plan, write_plan
+
+pytestmark = pytest.mark.gpu
+
+SPECS: list[KernelSpec] = [
+    ChunkWySpec(gate_dtype="bfloat16"), ChunkScanSpec(), IntracardPreScanSpec(), IntracardMergeSpec(), RecurrentDecodeSpec(),
+]  # fmt: skip
+HELD_OUT = [(spec, problem) for spec in SPECS for problem in held_out_problems(spec)]
+WITHIN = 1.05
+
+
+def test_there_are_twenty_sizes() -> None:
+    assert len(HELD_OUT) == 20
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of every candidate on every held-out problem; `baseline` is what the dispatcher takes."""
+    arch = dispatcher.device_arch(torch.device("cuda"))
+    prepared = default_root() / "tuning" / arch
+    if not (prepared / PLAN).exists():
+        pytest.skip(f"{prepared} has no candidates: kda-tl autotune --arch {arch} --prepare {prepared}")
+    folder: Path = tmp_path_factory.mktemp("held-out")
+    for name in ("artifacts", "support", "manifest"):
+        (folder / name).symlink_to(prepared / name)
+    plan = read_plan(prepared)
+    planned = {spec_of_key(one.spec): one for one in plan.specs}
+    write_plan(folder, replace(plan, specs=tuple(_held_out(planned[spec], arch) for spec in SPECS if spec in planned)))
+    measure(folder)
+    return read_records(folder / "timings.jsonl")
+
+
+def _held_out(planned: PlannedSpec, arch: str) -> PlannedSpec:
+    spec = spec_of_key(planned.spec)
+    problems = []
+    for problem in held_out_problems(spec):
+        size = size_of(spec, problem)
+        chosen = dispatcher.size_class(spec, arch, size).schedule
+        problems.append(PlannedProblem(size, problem.as_dict(), chosen.as_dict()))
+    return replace(planned, problems=tuple(problems))
+
+
+def _name(part: KernelSpec | Problem) -> str:
+    return part.kernel if isinstance(part, KernelSpec) else "-".join(map(str, part.as_dict().values()))
+
+
+@pytest.mark.parametrize(("spec", "problem"), HELD_OUT, ids=_name)
+def test_the_choice_is_near_the_best(records: list[dict[str, Any]], spec: KernelSpec, problem: Problem) -> None:
+    here = [r for r in records if (r["spec"], r["problem"]) == (spec.key, problem.as_dict())]
+    if not here:
+        pytest.skip(f"{spec.key} is not in the plan")
+    timed = {str(r["schedule"]): r["time_ms"] for r in here if r["status"] in ("ok", "stopped")}
+    chosen = [r for r in here if r["baseline"]]
+    assert chosen, f"the dispatcher's schedule is none of the candidates {list(timed)}: prepare them again"
+    assert chosen[0]["status"] == "ok", chosen[0]["reason"]
+    best = min(timed, key=timed.__getitem__)
+    told = f"{chosen[0]['schedule']} takes {chosen[0]['time_ms']} ms, {best} {timed[best]}"
+    assert chosen[0]["time_ms"] <= WITHIN * timed[best], told

@@ -1,0 +1,85 @@
+"""Timings files: what is read, what is passed over, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kda_tl.tuning import Timing, TimingsError, read_timings
+from kda_tl.tuning.timings import STATUSES
+
+RECORD: dict[str, Any] = {
+    "spec": "chunk_scan[...]", "schedule": {"block_v": 32}, "size": 32, "problem": {"HV": 32}, "status": "ok", "time_ms": 0.2,
+    "error": 1e-3, "reason": None, "device": "NVIDIA H200", "versions": {"nvcc": "13.0"}, "date": "2026-11-30T12:00:00+00:00",
+    "baseline": True,
+}  # fmt: skip
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_records_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    other = {**RECORD, "status": "crashed", "time_ms": None, "error": None, "reason": "illegal address", "baseline": False}
+    path = write(tmp_path / "t", json.dumps(RECORD), json.dumps({**other, "artifact": "abc"}), "")
+    assert read_timings(path) == [Timing(**RECORD), Timing(**other)]
+
+
+def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    """The last one, at any byte; and one in the middle, where a later process went on after it."""
+    line = json.dumps(RECORD)
+    for cut in range(0, len(line), 7):
+        assert read_timings(write(tmp_path / "last", line, line[:cut])) == [Timing(**RECORD)]
+        assert read_timings(write(tmp_path / "middle", line, line[:cut], line, "")) == [Timing(**RECORD)] * 2
+    assert read_timings(write(tmp_path / "last", line)) == [Timing(**RECORD)]  # whole, but for its end
+    assert read_timings(write(tmp_path / "empty")) == []
+    (tmp_path / "bytes").write_bytes(line.encode() + b"\n\xff\xfe\x00")
+    assert read_timings(tmp_path / "bytes") == [Timing(**RECORD)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"spec": 3}, "spec must be str, got 3"),
+        ({"schedule": []}, "schedule must be dict, got []"),
+        ({"size": 0}, "size must be positive, got 0"),
+        ({"size": True}, "size must be int, got True"),
+        ({"size": 1.5}, "size must be int, got 1.5"),
+        ({"status": "fine"}, "status must be one of ok, wrong, crashed, timeout, stopped, rejected, got 'fine'"),
+        ({"time_ms": None}, "time_ms must be a positive number where status is ok, got None"),
+        ({"time_ms": -1.0}, "time_ms must be a positive number where status is ok, got -1.0"),
+        ({"time_ms": float("nan")}, "time_ms must be a positive number where status is ok, got nan"),
+        ({"time_ms": "1"}, "time_ms must be int or float or null, got '1'"),
+        ({"reason": 3}, "reason must be str or null, got 3"),
+        ({"date": "today"}, "date must be an ISO date, got 'today'"),
+        ({"baseline": 1}, "baseline must be bool, got 1"),
+        ({"versions": None}, "versions must be dict, got None"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = write(tmp_path / "t", json.dumps(RECORD), json.dumps({**RECORD, **change}), "")
+    with pytest.raises(TimingsError) as caught:
+        read_timings(path)
+    assert str(caught.value) == f"{path} line 2: {words}: remove the line, or tune anew"
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    for name in RECORD:
+        rest = {key: value for key, value in RECORD.items() if key != name}
+        with pytest.raises(TimingsError, match=f"line 1: a record has spec, .*, and {name} is missing"):
+            read_timings(write(tmp_path / "t", json.dumps(rest)))
+    with pytest.raises(TimingsError, match="line 1: a record is a JSON object, got 3"):
+        read_timings(write(tmp_path / "t", "3"))
+    with pytest.raises(TimingsError, match="nowhere: cannot be read"):
+        read_timings(tmp_path / "nowhere")
+
+
+def test_every_status_is_read(tmp_path: Path) -> None:
+    for status in STATUSES:
+        size = 0 if status == "rejected" else 32
+        (timing,) = read_timings(write(tmp_path / "t", json.dumps({**RECORD, "status": status, "size": size})))
+        assert timing.status == status
