@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def run(kernel_of: Callable[..., Any]) -> Callable[..., Workspace]:
 
 
 def tensors(workspace: Workspace) -> dict[str, Tensor]:
-    return {field.name: getattr(workspace, field.name) for field in fields(workspace)}
+    return workspace._asdict()
 
 
 def check(problem: Problem, x: dict[str, Tensor], workspace: Workspace, limit: float = LIMIT) -> None:

@@ -176,18 +176,20 @@ def store_level_products(t, o, qk, kk, chunk_size, h):
 @T.macro
 def store_accumulator(o, products, first_row, first_pair, half, h):
     """A thread's share of `store_level_products`."""
-    for group in list(range(half * WARPGROUP // o.threads // 8)):
+    columns = half * WARPGROUP // o.threads
+    for group in list(range(columns // 8)):
         for upper in list(range(2)):
-            i = first_row + upper * 8
-            pair = first_pair + group * 4
-            value = group * 4 + upper * 2
-            if h > 1:
-                column_pair = pair // (h // 2) * h + pair % (h // 2)
-                if i // h == pair // (h // 2):
-                    for s in T.vectorized(2):
-                        products[i // h * 2 * h + h + i % h, column_pair * 2 + s] = o.product[value + s]
-            elif i // 2 == pair:  # one of its two columns, j = i
-                products[i * 2 + 1, i * 2] = T.Select(i % 2 == 0, o.product[value], o.product[value + 1])
+            if h > 8 or columns % 16 or upper == group % 2:  # else these eight rows and columns have no pair
+                i = first_row + upper * 8
+                pair = first_pair + group * 4
+                value = group * 4 + upper * 2
+                if h > 1:
+                    column_pair = pair // (h // 2) * h + pair % (h // 2)
+                    if i // h == pair // (h // 2):
+                        for s in T.vectorized(2):
+                            products[i // h * 2 * h + h + i % h, column_pair * 2 + s] = o.product[value + s]
+                elif i // 2 == pair:  # one of its two columns, j = i
+                    products[i * 2 + 1, i * 2] = T.Select(i % 2 == 0, o.product[value], o.product[value + 1])
 
 
 @T.macro
