@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl import __version__
-from kda_tl.tuning.measure_child import At, Done, Found, Hello, Job, serve
+from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, serve
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
 
 __all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
 
 Record = dict[str, Any]
 START_SECONDS = 300.0
-"""Until a child has torch, the driver and a context."""
+"""Until a child has torch, the driver and a context; and until it has a problem's tensors."""
 
 
 class MeasureError(RuntimeError):
@@ -199,7 +199,7 @@ def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
     left = list(group.open)
     while left:
         job = _Group(group.spec, group.problem, tuple(left), group.best_ms).job()
-        at: At = At(None, "making tensors")
+        at: At = At(None, MAKING_TENSORS)
         for message in child.ask(job, patience_s):
             if isinstance(message, At):
                 at = message
@@ -280,15 +280,20 @@ class _Child:
                 yield message
 
     def messages(self, patience_s: float) -> Iterator[Any]:
-        """What the child sends; as the last one `_Ended`, where it is silent for so long or gone."""
+        """What the child sends; as the last one `_Ended`, where it is silent for so long or gone.
+
+        Tensors are made by torch and the reference, which load libraries at their first use: they have the time of a start.
+        """
         assert self.pipe is not None and self.process is not None
+        limit = patience_s
         while True:
             try:
-                if not self.pipe.poll(patience_s):
+                if not self.pipe.poll(limit):
                     self.stop()
-                    yield _Ended("timeout", f"no answer for {patience_s:.0f} s")
+                    yield _Ended("timeout", f"no answer for {limit:.0f} s")
                     return
                 message = self.pipe.recv()
+                limit = START_SECONDS if message == At(None, MAKING_TENSORS) else patience_s
             except (EOFError, OSError):
                 process = self.process
                 process.join(5)
