@@ -60,7 +60,7 @@ def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) 
     """What `launch` launches for n requests, in order."""
     heads = f"{counted(n, 'request')} x {counted(cache.HV, 'head')}"
     if in_two(cache, tokens, verify):
-        spec = dataclasses.replace(cache.spec, prepared=True)
+        spec = _prepared(cache.spec)
         return Launch(spec.prep_spec, heads), Launch(spec, f"{heads} x V tiles")
     step = Launch(_step_spec(cache, tokens, verify), f"{heads} x V tiles")
     return (step, step) if verify else (step,)
@@ -69,7 +69,17 @@ def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) 
 def _step_spec(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> DeltaLogDecodeSpec:
     """Of one launch: the step proper has a program of its own."""
     one_token = tokens == 1 and not verify and cache.spec.state_v_first
-    return dataclasses.replace(cache.spec, one_token=True) if one_token else cache.spec
+    return _of_one_token(cache.spec) if one_token else cache.spec
+
+
+@functools.lru_cache(maxsize=64)
+def _of_one_token(spec: DeltaLogDecodeSpec) -> DeltaLogDecodeSpec:
+    return dataclasses.replace(spec, one_token=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _prepared(spec: DeltaLogDecodeSpec) -> DeltaLogDecodeSpec:
+    return dataclasses.replace(spec, prepared=True)
 
 
 def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
@@ -118,7 +128,7 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
     )  # fmt: skip
     if in_two(cache, tokens, verify):
-        spec = dataclasses.replace(cache.spec, prepared=True)
+        spec = _prepared(cache.spec)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
         # Both are there before the first one runs: it writes into the log.
         prepare, append = (
