@@ -62,8 +62,9 @@ def _launch(d: Decision, a: Arguments, o: Tensor, initial: Tensor | None, final:
             final.zero_() if initial is None else final.copy_(initial)
         return
     if a.state_v_first:
+        pooled = final is initial  # and then stays one tensor
         initial = None if initial is None else initial.transpose(-1, -2)
-        final = None if final is None else final.transpose(-1, -2)
+        final = initial if pooled else None if final is None else final.transpose(-1, -2)
     prefill_launch.launch(d, a, o, initial, final, states)
 
 

@@ -57,7 +57,8 @@ class Watch:
     def fused(self, scratch: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Fused | None:
         """scratch: what is written and read again within a call. tensors: in the order in which calls will hand them over.
 
-        None where a kernel is no TVM-FFI function, or the native function is not there: built by an older version.
+        None where a kernel is no TVM-FFI function, where it took a tensor that is neither scratch nor handed over, or where the
+        native function is not there: built by an older version.
         """
         make = _maker()
         if make is None or not all(_is_native(kernel) for kernel, _ in self.launches):
@@ -76,6 +77,8 @@ class Watch:
             for argument in arguments:
                 place = places.get(id(argument)) if isinstance(argument, Tensor) else None
                 if place is None:
+                    if isinstance(argument, Tensor) and argument.numel() > 1:
+                        return None  # it belongs to this call alone
                     place = len(constants)
                     constants.append(_constant(argument))
                 codes.append(place)
@@ -85,11 +88,9 @@ class Watch:
 
 def _constant(argument: Any) -> Any:
     """A number, or a tensor that no kernel reads: one without elements must not keep a workspace alive."""
-    if not isinstance(argument, Tensor):
+    if not isinstance(argument, Tensor) or argument.numel():
         return argument
-    if argument.numel() > 1:
-        raise AssertionError(f"a tensor {list(argument.shape)} is neither handed over nor part of the workspace")
-    return argument if argument.numel() else argument.new_empty(argument.shape)
+    return argument.new_empty(argument.shape)
 
 
 def _is_native(kernel: KernelFunction) -> bool:

@@ -115,11 +115,10 @@ def test_without_the_native_function_or_with_ranges_kernels_are_called_one_by_on
     assert watch.fused([], []) is None
 
 
-def test_a_tensor_of_unknown_origin_is_refused() -> None:
+def test_launches_with_a_tensor_of_unknown_origin_stay_apart() -> None:
     watch = fused.Watch()
     watch.of(tvm_ffi.get_global_func("testing.nop"))(torch.zeros(3))
-    with pytest.raises(AssertionError, match=r"a tensor \[3\] is neither handed over nor part of the workspace"):
-        watch.fused([], [])
+    assert watch.fused([], []) is None
 
 
 def test_views_lie_apart_in_the_scratch_tensor() -> None:
