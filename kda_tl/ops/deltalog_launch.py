@@ -13,6 +13,7 @@ from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec
 from kda_tl.specs.gates import BetaForm, GateForm
 from kda_tl.specs.sizes import problem_size
 
@@ -57,11 +58,19 @@ def in_two(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> bool:
 def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) -> tuple[Launch, ...]:
     """What `launch` launches for n requests, in order."""
     heads = f"{counted(n, 'request')} x {counted(cache.HV, 'head')}"
+    size = problem_size("deltalog_decode", n, cache.HV)
     if in_two(cache, tokens, verify):
         spec = dataclasses.replace(cache.spec, prepared=True)
-        return Launch(spec.prep_spec, heads), Launch(spec, f"{heads} x V tiles")
-    step = Launch(cache.spec, f"{heads} x V tiles")
+        prepare = Launch(spec.prep_spec, heads, problem_size("deltalog_prep", n, cache.HV))
+        return prepare, Launch(spec, f"{heads} x V tiles", size)
+    step = Launch(_step_spec(cache.spec, tokens, verify), f"{heads} x V tiles", size)
     return (step, step) if verify else (step,)
+
+
+@functools.lru_cache(maxsize=256)
+def _step_spec(spec: DeltaLogDecodeSpec, tokens: int, verify: bool) -> DeltaLogDecodeSpec:
+    """What one launch takes."""
+    return dataclasses.replace(spec, one_token=True) if tokens == 1 and not verify and spec.state_v_first else spec
 
 
 def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
@@ -114,14 +123,16 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
             indices, valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
-    elif tokens == 1 and not verify and cache.spec.state_v_first:
-        step = dispatcher.kernel(dataclasses.replace(cache.spec, one_token=True), cache.arch, device)
-        step(*tensors, staged, *by_row, call.o, *numbers, cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
-        if verify:
-            kernel(*tensors, staged, *by_row, call.o, *numbers, 0, cache.merge_every, 0, tokens)
-        kernel(*tensors, staged, *by_row, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
+        spec = _step_spec(cache.spec, tokens, verify)
+        kernel = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
+        common = (*tensors, staged, *by_row, call.o, *numbers)
+        if spec.one_token:
+            kernel(*common, cache.merge_every)
+        else:
+            if verify:
+                kernel(*common, 0, cache.merge_every, 0, tokens)
+            kernel(*common, tokens, cache.merge_every, int(not verify), 0)
     if staged is base:
         mark_written(base)
     else:
