@@ -18,7 +18,7 @@ from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime.errors import KdaTlError
 from kda_tl.specs.defaults import default_specs
 from kda_tl.specs.floors import Problem, cost, floor_ms
-from kda_tl.specs.kernels import KERNEL_SPECS, KernelSpec, spec_of_key
+from kda_tl.specs.kernels import KernelSpec, spec_of_key
 from kda_tl.specs.rules import RULES
 from kda_tl.specs.schedule_file import ScheduleFileError
 from kda_tl.specs.schedules import SCHEDULES, schedule_classes
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["autotune"]
 
 INTERRUPTED = 130
+TUNED_KERNELS = ("chunk_scan", "chunk_wy", "intracard_merge", "intracard_pre_scan", "recurrent_decode")
 RULE_OF_OP = {
     **{f"chunk_{name}": rule for name, rule in RULES.items()},
     **{f"recurrent_{name}": rule for name, rule in RULES.items()},
-    **{f"deltalog_decode_{name}": RULES[name] for name in ("kda", "gdn", "rwkv6")},
 }
 
 EPILOG = """\b
@@ -57,7 +57,7 @@ def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Calla
 
 @click.command(epilog=EPILOG)
 @arch_option("What to tune for.  [default: the arch of DIR's plan]")
-@click.option("--kernel", "kernels", type=click.Choice(sorted(KERNEL_SPECS)), multiple=True, help="Only this kernel; may be "
+@click.option("--kernel", "kernels", type=click.Choice(TUNED_KERNELS), multiple=True, help="Only this kernel; may be "
               "given several times.  [default: all of them]")  # fmt: skip
 @click.option("--op", type=click.Choice(sorted(RULE_OF_OP)), help="Only the kernels of this op.")
 @click.option("--budget", type=click.FloatRange(min=0.0, min_open=True), default=10.0, show_default=True, metavar="MINUTES",
@@ -118,7 +118,7 @@ def _selected(arch: str, kernels: Sequence[str], op: str | None) -> list[KernelS
 def _serves(spec: KernelSpec, op: str) -> bool:
     """Whether an op may launch the kernel of a spec."""
     rule, prefix = RULE_OF_OP[op], op.partition("_")[0]
-    kernels = {"chunk": ("chunk_", "intracard_"), "recurrent": ("recurrent_",), "deltalog": ("deltalog_",)}[prefix]
+    kernels = {"chunk": ("chunk_", "intracard_"), "recurrent": ("recurrent_",)}[prefix]
     fields = spec.as_dict()
     return spec.kernel.startswith(kernels) and all(
         name not in fields or fields[name] == value for name, value in rule.as_dict().items()
@@ -147,16 +147,14 @@ def _measure(folder: Path, kernels: Sequence[str], op: str | None, budget: float
     from kda_tl.tuning.measure import measure
 
     plan = read_plan(folder)
-    if op is not None:
-        selected = {spec.kernel for spec in _selected(plan.arch, kernels, op)}
-        kernels = sorted(selected)
+    only = {spec.key for spec in _selected(plan.arch, kernels, op)} if kernels or op else None
     with _progress(f"{plan.arch}, timing") as tell:
 
         def on_record(record: dict[str, Any], done: int, total: int) -> None:
             took = record["status"] if record["time_ms"] is None else f"{record['time_ms']:.4f} ms {record['status']}"
             tell(done, total, f"{_changed(record['spec'], record['schedule'])}, size {record['size']}  {took}")
 
-        summary = measure(folder, resume=resume, budget_s=budget * 60, kernels=kernels, progress=on_record)
+        summary = measure(folder, resume=resume, budget_s=budget * 60, only=only, progress=on_record)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "nothing new"
     click.echo(f"{summary.device}: {counts} in {summary.seconds:.0f} s, in {folder / TIMINGS}")
     return summary.left

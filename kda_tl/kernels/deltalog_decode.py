@@ -52,9 +52,10 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
 
     q, k [n, T, H, K], v [n, T, HV, V], g [n, T, HV, D], beta [n, T, HV] dtype; g_wide, beta_wide: the same in float32, read
     instead where `wide_gates` is 1; A_log [HV], dt_bias [HV, D], bonus [HV, K] float32;
-    base [slots, HV, V, K] state_dtype, in any strides unless state_v_first; log_k [slots, HV, capacity, K] dtype; log_u
-    [slots, HV, capacity, V] float32; log_d [slots, HV, capacity, D] float32, each entry's own decay e^g; cursor
-    [slots, HV, V / 16, 2] int32: entries, and entries at which the next fold is due; state_indices, valid [n] int32;
+    base [slots, HV, V, K] state_dtype, in any strides unless state_v_first; base_low [slots * HV, V, K / 8] int32 with a
+    bfloat16 base, else any tensor with these last sizes; log_k [slots * HV, capacity, K] dtype; log_u
+    [slots * HV, capacity, V] float32; log_d [slots * HV, capacity, D] float32, each entry's own decay e^g; cursor
+    [slots * HV, V / 16, 2] int32: entries, and entries at which the next fold is due; state_indices, valid [n] int32;
     o [n, T, HV, V] dtype, out;
     scale, lower_bound: float32; int32: gate_form, beta_form, has_dt_bias, normalize (l2 norm of q and k), wide_gates,
     has_valid (only the first valid[i] tokens of request i count), null_index, tokens, merge_every (tokens from fold to fold),
@@ -77,7 +78,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype, spec.state_v_first)
     per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
-    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
+    n, seq_len, H, HV, slots, rows, low_rows = T.dynamic("n, seq_len, H, HV, slots, rows, low_rows")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
@@ -98,6 +99,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
         base: T.StridedTensor((slots, HV, V, K), base_strides, spec.state_dtype),
+        base_low: T.Tensor((low_rows, V, K // 8), "int32"),
         log_k: T.Tensor((rows, capacity, K), dtype),
         log_u: T.Tensor((rows, capacity, V), "float32"),
         log_d: T.Tensor((rows, capacity, D), "float32"),
@@ -224,7 +226,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                             sync(t)
                     if folds != 0:
                         fold_log(
-                            tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, None, D, False
+                            tile, base, base_low, row, weighted, base_weight, writes, slot, value_head, first_v, count, None, D,
+                            False,
                         )  # fmt: skip
                         load_base(tile, held, base, slot, value_head, first_v)
                         count = 0

@@ -380,17 +380,49 @@ def read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total,
             k_total[r] = group_sum(t, k_total[r], ROW_LANES)
 
 
+def with_low(upper: Any, word: Any, e: Any) -> Any:
+    """The float32 that an element of a bfloat16 base, as float32, and the e-th low bits of a word stand for."""
+    low = (word << (28 - 4 * e)) >> 28
+    return T.reinterpret(T.reinterpret(upper, "int32") + (low << 12), "float32")
+
+
+def is_nan(x: Any) -> Any:
+    """By its bits: that x == x holds is taken for granted where programs are simplified."""
+    return (T.reinterpret(x, "int32") & 0x7FFFFFFF) > 0x7F800000
+
+
+def leading_bits(x: Any) -> Any:
+    """The 20 leading bits of a float32, rounded, as a signed number. Of a NaN they may be those of another number."""
+    return (T.reinterpret(x, "int32") + 0x800) >> 12
+
+
+def upper_part(x: Any, leading: Any) -> Any:
+    """The part of `leading_bits` of x that a bfloat16 has, as float32."""
+    return T.if_then_else(is_nan(x), x, T.reinterpret(((leading + 8) >> 4) << 16, "float32"))
+
+
+def low_part(x: Any, leading: Any, e: Any) -> Any:
+    """The low bits of `leading_bits` of x, where the e-th of a word lie."""
+    low = leading - (((leading + 8) >> 4) << 4)
+    return T.if_then_else(is_nan(x), 0, (low & 15) << (4 * e))
+
+
 @T.macro
-def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_v, count, token, decay_size, read_first):
+def fold_log(
+    tile, base, base_low, row, weighted, base_weight, writes, slot, value_head, first_v, count, token, decay_size, read_first
+):
     """base <- Diag(w_base) base + sum_j (k_j w_j) u_j^T over `count` entries.
 
     token: (u of each group's rows, now, decay) of one more entry, of whose decay the weights know but with read_first; or None.
-    The base is read again, from a cache: kept in registers until here, it would cost every step that folds nothing.
+    The base is read again, from a cache: kept in registers until here, it would cost every step that folds nothing. A bfloat16
+    base takes 4 more bits per element from base_low [.., V, K / 8] and leaves them there, as `kda_tl.ops.deltalog_low` says.
     """
     t = tile.t
+    has_low = tile.state_dtype == "bfloat16"
+    words = private(t, 1, (tile.fold_rows,), "int32")
     piece = private(t, 1, (tile.fold_rows, tile.width), tile.state_dtype)
     weight = private(t, 1, (tile.width,), "float32")
-    row = private(t, 1, (tile.fold_rows,), "float32")
+    write = private(t, 1, (tile.fold_rows,), "float32")
     total = private(t, 1, (tile.fold_rows, tile.width), "float32")
     for group in groups(t, tile.threads, ROW_LANES):
         for lane in lanes(t, ROW_LANES):
@@ -404,18 +436,23 @@ def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_
                         for e in wide(t, 4):
                             weight[0, half * 4 + e] = base_weight[tile.key(vector, lane) + half * 4 + e]
                     for r in T.unroll(tile.fold_rows):
+                        if has_low:
+                            words[0, r] = base_low[row, first_v + first_row + r, vector * ROW_LANES + lane]
                         for e in T.unroll(tile.width):
-                            total[0, r, e] = T.cast(piece[0, r, e], "float32") * weight[0, e]
+                            if has_low:
+                                total[0, r, e] = weight[0, e] * with_low(T.cast(piece[0, r, e], "float32"), words[0, r], e)
+                            else:
+                                total[0, r, e] = T.cast(piece[0, r, e], "float32") * weight[0, e]
                     for j in once_each(t, count):
                         for half in T.unroll(tile.width // 4):
                             for e in wide(t, 4):
                                 weight[0, half * 4 + e] = weighted[j, tile.key(vector, lane) + half * 4 + e]
                         for first in list(range(0, tile.fold_rows, 4)):
                             for e in wide(t, min(4, tile.fold_rows)):
-                                row[0, first + e] = writes[j, first_row + first + e]
+                                write[0, first + e] = writes[j, first_row + first + e]
                         for r in T.unroll(tile.fold_rows):
                             for e in T.unroll(tile.width):
-                                total[0, r, e] = total[0, r, e] + weight[0, e] * row[0, r]
+                                total[0, r, e] = total[0, r, e] + weight[0, e] * write[0, r]
                     if token is not None:
                         u, now, decay = token
                         if read_first:
@@ -429,8 +466,16 @@ def fold_log(tile, base, weighted, base_weight, writes, slot, value_head, first_
                             for e in T.unroll(tile.width):
                                 total[0, r, e] = total[0, r, e] + weight[0, e] * u[own(t, group), part * tile.fold_rows + r]
                     for r in T.unroll(tile.fold_rows):
-                        for e in T.unroll(tile.width):
-                            piece[0, r, e] = total[0, r, e]
+                        if has_low:
+                            words[0, r] = 0
+                            for e in T.unroll(tile.width):
+                                leading = leading_bits(total[0, r, e])
+                                piece[0, r, e] = upper_part(total[0, r, e], leading)
+                                words[0, r] = words[0, r] | low_part(total[0, r, e], leading, e)
+                            base_low[row, first_v + first_row + r, vector * ROW_LANES + lane] = words[0, r]
+                        else:
+                            for e in T.unroll(tile.width):
+                                piece[0, r, e] = total[0, r, e]
                         for e in tile.across():
                             base[slot, value_head, first_v + first_row + r, tile.key(vector, lane) + e] = piece[0, r, e]
 

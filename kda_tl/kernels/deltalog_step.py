@@ -43,7 +43,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype)
     per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
-    n, seq_len, H, HV, slots, rows = T.dynamic("n, seq_len, H, HV, slots, rows")
+    n, seq_len, H, HV, slots, rows, low_rows = T.dynamic("n, seq_len, H, HV, slots, rows, low_rows")
     q_strides, k_strides, v_strides = (run_time_strides(name, "nth") for name in "qkv")
     g_strides, g_wide_strides = run_time_strides("g", "nthk"), run_time_strides("gw", "nthk")
     beta_strides, beta_wide_strides = run_time_strides("b", "nth"), run_time_strides("bw", "nth")
@@ -64,6 +64,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
         dt_bias: T.StridedTensor((HV, D), bias_strides, "float32"),
         bonus: T.StridedTensor((HV, K), bonus_strides, "float32"),
         base: T.StridedTensor((slots, HV, V, K), (*base_strides, 1), spec.state_dtype),
+        base_low: T.Tensor((low_rows, V, K // 8), "int32"),
         log_k: T.Tensor((rows, capacity, K), dtype),
         log_u: T.Tensor((rows, capacity, V), "float32"),
         log_d: T.Tensor((rows, capacity, D), "float32"),
@@ -213,8 +214,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                                 log_u[out_row, count, first_v + first_row + lane] = write
                 if folds != 0:
                     fold_log(
-                        tile, base, weighted, base_weight, writes, out_slot, value_head, first_v, count, (u, now, decay), D,
-                        read_first,
+                        tile, base, base_low, out_row, weighted, base_weight, writes, out_slot, value_head, first_v, count,
+                        (u, now, decay), D, read_first,
                     )  # fmt: skip
                     count = -1
                     window = merge_every

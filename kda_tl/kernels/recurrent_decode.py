@@ -40,7 +40,7 @@ def candidates(spec: RecurrentDecodeSpec, arch: str) -> list[Candidate]:
         if schedule.block_v > TUNED_V:
             return f"divisibility: a block of {schedule.block_v} columns passes V = {TUNED_V}"
         held = rows * schedule.values
-        return objection(Block(schedule.threads, 4 * (3 * K + 16), held + 56, schedule.min_blocks), arch, spare=1)
+        return objection(Block(schedule.threads, 4 * (3 * K + 16), held + 56, schedule.min_blocks), arch, spare=2)
 
     if arch_row(arch).is_cpu:
         return space(RecurrentDecodeSchedule, judge, lanes_k=(4, 8, 16), values=(4, 8), min_blocks=(1,))

@@ -42,7 +42,8 @@ def deltalog_decode_kda(
     """One step of Kimi Delta Attention for n requests, on the states in `cache`, in place.
 
     The base is read once; the token becomes an entry of the log, or, on every `merge_every`-th token of a slot, base, log and
-    token are folded together, in the same launch. Definition: `kda_tl.reference.recurrent_kda`; source: arXiv 2608.15533.
+    token are folded together, in the same launch. A call may be captured in a CUDA graph once its kernels are loaded, and
+    torch.compile traces it with the cache as an input. Definition: `kda_tl.reference.recurrent_kda`; source: arXiv 2608.15533.
 
     Args:
         q, k: [n, T, H, K] in the cache's dtype (any float dtype on the cpu). T = 1, or T drafts of each request, up to 16.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_tl.ops.checks import check_dtype, check_null_index, check_shape, check_written, narrowed
+from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import (
     CAPACITY,
@@ -27,7 +28,7 @@ from kda_tl.specs.sizes import problem_size
 __all__ = ["DeltaLogCache", "DeltaLogSnapshot", "Storage", "storage_of"]
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STORED = ("base", "log_k", "log_u", "log_decay", "cursor")
+STORED = ("base", "base_low", "log_k", "log_u", "log_decay", "cursor")
 HASH = 2654435761  # Knuth's multiplier: neighbouring slots get unlike windows
 
 Indices = Tensor | Sequence[int]
@@ -39,6 +40,7 @@ class DeltaLogSnapshot:
 
     indices: Tensor
     base: Tensor
+    base_low: Tensor
     log_k: Tensor
     log_u: Tensor
     log_decay: Tensor
@@ -49,10 +51,11 @@ class DeltaLogCache:
     """The states of `slots` requests for one layer, and what `deltalog_decode_*` appends to them.
 
     Attributes:
-        base [slots, HV, V, K] state_dtype; log_k [slots, HV, capacity, K]: raw keys in the activations' dtype; log_u
-        [slots, HV, capacity, V] float32: writes, the keys' norms included; log_decay [slots, HV, capacity, K or 1] float32:
-        each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at which it is
-        folded). rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
+        base [slots, HV, V, K] state_dtype; base_low [slots, HV, V, K / 8] int32: 4 more bits per element of a bfloat16 base,
+        which only folds read (else nothing, [slots, 0]); log_k [slots, HV, capacity, K]: raw keys in the activations' dtype;
+        log_u [slots, HV, capacity, V] float32: writes, the keys' norms included; log_decay [slots, HV, capacity, K or 1]
+        float32: each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at
+        which it is folded). rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
 
     A state is what the base and the log stand for together: read it with `read_state`, never from `base`. All methods run on
     the device of the tensors and wait for nothing; indices given on the host, or on the cpu, are checked for range and
@@ -81,7 +84,8 @@ class DeltaLogCache:
             slots, HV: at least 1. K, V: 64 or 128.
             rule: "kda", "gdn" or "rwkv6".
             dtype: of the activations: bfloat16 on cuda; the cpu computes and stores keys in float32, whatever it is given.
-            state_dtype: of the base: float32, bfloat16 or float16; a narrow base is rounded once per fold.
+            state_dtype: of the base: float32, bfloat16 or float16; a narrow base is rounded once per fold, bfloat16 with
+                4 more bits beside it.
             base: a pool of one's own, [slots, HV, V, K], used in place as it is; its last stride must be 1, the others
                 multiples of 8 elements, its address one of 16 bytes. Its dtype takes the place of state_dtype.
             state_v_first: False for a pool [slots, HV, K, V], any strides, float32, rules kda and gdn: slower, since it is read
@@ -151,6 +155,8 @@ class DeltaLogCache:
         if base is None:
             base = zeros(*((V, K) if state_v_first else (K, V)), of=state_dtype)
         self.base = base if state_v_first else base.transpose(-1, -2)
+        low = (V, K // PER_WORD) if state_dtype == torch.bfloat16 else None
+        self.base_low = torch.zeros((slots, *((HV, *low) if low else (0,))), dtype=torch.int32, device=self.device)
         self.log_k = zeros(CAPACITY, K, of=self.dtype)
         self.log_u = zeros(CAPACITY, V, of=torch.float32)
         self.log_decay = zeros(CAPACITY, self.spec.decay_size, of=torch.float32)
@@ -160,9 +166,9 @@ class DeltaLogCache:
         self.cursor[..., 1] = self.first_window[:, None, None]
 
     @property
-    def stored(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """base, log_k, log_u, log_decay, cursor: all that a decode step writes."""
-        return self.base, self.log_k, self.log_u, self.log_decay, self.cursor
+    def stored(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """base, base_low, log_k, log_u, log_decay, cursor: all that a decode step writes."""
+        return self.base, self.base_low, self.log_k, self.log_u, self.log_decay, self.cursor
 
     def lengths(self, state_indices: Indices | None = None) -> Tensor:
         """Entries in the logs, [n] int32."""
@@ -178,7 +184,7 @@ class DeltaLogCache:
         if state_indices is not None:
             chosen = self._indices(state_indices)
             stored = [tensor[chosen] for tensor in stored]
-        base, keys, writes, decays, cursor = stored
+        base, low, keys, writes, decays, cursor = stored
         counts = cursor[:, :, 0, 0, None]
         weight = torch.ones_like(decays[:, :, 0])
         total = torch.zeros_like(base, dtype=torch.float32)
@@ -188,7 +194,7 @@ class DeltaLogCache:
             write = torch.where(filled, writes[:, :, j], 0.0)
             total += write.unsqueeze(-1) * key.unsqueeze(-2)
             weight = torch.where(filled, weight * decays[:, :, j], weight)
-        state = base.float() * weight.unsqueeze(-2) + total
+        state = (join(base, low) if low.numel() else base.float()) * weight.unsqueeze(-2) + total
         return state if state_v_first else state.transpose(-1, -2).contiguous()
 
     def write_state(self, state_indices: Indices, state: Tensor, state_v_first: bool = False) -> None:
@@ -203,19 +209,20 @@ class DeltaLogCache:
             raise ValueError(f"state must be on {self.device} like the cache, got {state.device}")
         if torch.is_grad_enabled() and state.requires_grad:
             raise NotImplementedError("state requires a gradient and decode has none: detach it, or call under torch.no_grad()")
-        self.base[chosen] = (state if state_v_first else state.transpose(-1, -2)).detach().to(self.base.dtype)
+        self._store(chosen, (state if state_v_first else state.transpose(-1, -2)).detach())
         self._empty_logs(chosen, self.first_window[chosen])
 
     def reset(self, state_indices: Indices | None = None) -> None:
         """Zero states with empty logs; all slots without indices."""
         chosen = self._indices(state_indices, distinct=True)
         self.base[chosen] = 0.0
+        self.base_low[chosen] = 0
         self._empty_logs(chosen, self.first_window[chosen])
 
     def flush(self, state_indices: Indices | None = None) -> None:
         """Folds the logs into the bases now, whatever their cursors; all slots without indices."""
         chosen = self._indices(state_indices, distinct=True)
-        self.base[chosen] = self.read_state(chosen, state_v_first=True).to(self.base.dtype)
+        self._store(chosen, self.read_state(chosen, state_v_first=True))
         self._empty_logs(chosen, torch.full_like(self.first_window[chosen], self.merge_every))
 
     def fork(self, source: Indices, target: Indices) -> None:
@@ -281,6 +288,13 @@ class DeltaLogCache:
             )
         counts.sub_(torch.where(legal, taken, 0))
 
+    def _store(self, chosen: Tensor, state: Tensor) -> None:
+        """Bases of these slots, [n, HV, V, K]."""
+        if self.base.dtype == torch.bfloat16:
+            self.base[chosen], self.base_low[chosen] = split(state)
+        else:
+            self.base[chosen] = state.to(self.base.dtype)
+
     def _empty_logs(self, chosen: Tensor, window: Tensor) -> None:
         fresh = torch.stack([torch.zeros_like(window), window], -1)
         self.cursor[chosen] = fresh[:, None, None].expand(-1, self.HV, self.V // CURSOR_ROWS, 2)
@@ -303,6 +317,7 @@ class Storage(NamedTuple):
     """A cache as a decode step sees it, from its tensors alone. The names are those of `DeltaLogCache`."""
 
     base: Tensor
+    base_low: Tensor
     log_k: Tensor
     log_u: Tensor
     log_decay: Tensor
@@ -321,9 +336,9 @@ class Storage(NamedTuple):
 
 
 def storage_of(rule: str, values: Sequence[Any], fake: bool = False) -> Storage:
-    """values: the five tensors, state_v_first, merge_every and launches of a cache. fake: the tensors are on no device that is
+    """values: the six tensors, state_v_first, merge_every and launches of a cache. fake: the tensors are on no device that is
     there, and nothing will be launched."""
-    base, log_k, log_u, log_decay, cursor, state_v_first, merge_every, launches = values
+    base, low, log_k, log_u, log_decay, cursor, state_v_first, merge_every, launches = values
     slots, HV, V, K = base.shape
     arch, spec = "cpu", DeltaLogDecodeSpec()
     if not fake:
@@ -331,7 +346,7 @@ def storage_of(rule: str, values: Sequence[Any], fake: bool = False) -> Storage:
         dtypes = _name(log_k.dtype), _name(base.dtype)
         spec = _spec(rule, K, V, *dtypes, state_v_first, launches, arch == "cpu")
     return Storage(
-        base, log_k, log_u, log_decay, cursor, spec, arch, merge_every, launches, base.device, log_k.dtype, slots, HV, K, V
+        base, low, log_k, log_u, log_decay, cursor, spec, arch, merge_every, launches, base.device, log_k.dtype, slots, HV, K, V
     )
 
 

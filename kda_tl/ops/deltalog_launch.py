@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
+from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import DeltaLogDecodeSpec
@@ -63,21 +64,24 @@ def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) 
         spec = dataclasses.replace(cache.spec, prepared=True)
         prepare = Launch(spec.prep_spec, heads, problem_size("deltalog_prep", n, cache.HV))
         return prepare, Launch(spec, f"{heads} x V tiles", size)
-    step = Launch(_step_spec(cache.spec, tokens, verify), f"{heads} x V tiles", size)
+    step = Launch(_step_spec(cache, tokens, verify), f"{heads} x V tiles", size)
     return (step, step) if verify else (step,)
 
 
-@functools.lru_cache(maxsize=256)
-def _step_spec(spec: DeltaLogDecodeSpec, tokens: int, verify: bool) -> DeltaLogDecodeSpec:
-    """What one launch takes."""
-    return dataclasses.replace(spec, one_token=True) if tokens == 1 and not verify and spec.state_v_first else spec
+def _step_spec(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> DeltaLogDecodeSpec:
+    """Of one launch: the step proper has a program of its own."""
+    one_token = tokens == 1 and not verify and cache.spec.state_v_first
+    return dataclasses.replace(cache.spec, one_token=True) if one_token else cache.spec
 
 
 def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
     """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
-    staged = base if NAMES[base.dtype] == cache.spec.state_dtype else base.float()
+    if NAMES[base.dtype] == cache.spec.state_dtype:
+        staged = base
+    else:
+        staged = join(base, cache.base_low) if base.dtype == torch.bfloat16 else base.float()
     device, dtype = cache.device, cache.dtype
     q, k, v = _rows(call.q, dtype), _rows(call.k, dtype), _rows(call.v, dtype)
     g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
@@ -104,8 +108,13 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     indices = narrowed(call.state_indices).contiguous()
     valid = indices if call.valid is None else narrowed(call.valid).contiguous()
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
-    pool = (cache.log_k, cache.log_u, cache.log_decay, cache.cursor, indices, valid)
-    by_row = (*(tensor.flatten(0, 1) for tensor in pool[:4]), indices, valid)
+    # Programs know a slot and a head as one row.
+    log_k, log_u, log_decay, cursor = (x.flatten(0, 1) for x in (cache.log_k, cache.log_u, cache.log_decay, cache.cursor))
+    if base.dtype == torch.bfloat16:
+        low = cache.base_low.flatten(0, 1)
+    else:
+        low = _no_low(device, cache.V, K // PER_WORD)
+    pool = (low, log_k, log_u, log_decay, cursor, indices, valid)
     numbers = (
         call.scale, call.lower_bound, int(call.gate_form), int(call.beta_form), int(call.dt_bias is not None),
         int(call.normalize), int(wide), int(call.valid is not None), NO_SLOT if call.null_index is None else call.null_index,
@@ -119,24 +128,27 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
             for needed in (spec.prep_spec, spec)
         )
         prepare(
-            q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, cache.log_k, cache.log_decay, cache.cursor,
-            indices, valid, prepared, *numbers[1:],
+            q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, log_k, log_decay, cursor, indices,
+            valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
+    elif (spec := _step_spec(cache, tokens, verify)).one_token:
+        step = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
+        step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
-        spec = _step_spec(cache.spec, tokens, verify)
-        kernel = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
-        common = (*tensors, staged, *by_row, call.o, *numbers)
-        if spec.one_token:
-            kernel(*common, cache.merge_every)
-        else:
-            if verify:
-                kernel(*common, 0, cache.merge_every, 0, tokens)
-            kernel(*common, tokens, cache.merge_every, int(not verify), 0)
+        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
+        if verify:
+            kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
+        kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
     if staged is base:
         mark_written(base)
     else:
-        base.copy_(staged)
+        if base.dtype == torch.bfloat16:
+            upper, lower = split(staged)
+            base.copy_(upper)
+            cache.base_low.copy_(lower)
+        else:
+            base.copy_(staged)
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,6 +161,12 @@ def _absent(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) ->
 def _unread(device: torch.device, HV: int) -> Tensor:
     """Likewise, for a program that asks for a contiguous one."""
     return torch.empty(HV, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _no_low(device: torch.device, V: int, words: int) -> Tensor:
+    """Likewise, where a base has no low bits."""
+    return torch.empty((1, V, words), dtype=torch.int32, device=device)
 
 
 def _per_value_head(rows: Tensor, HV: int) -> Tensor:

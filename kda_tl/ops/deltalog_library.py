@@ -68,8 +68,8 @@ SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? bonus, Tensor? A_log, Tensor? dt_bias, "
     "Tensor state_indices, Tensor? valid, int? null_index, float? scale, float? lower_bound, bool use_qk_l2norm_in_kernel, "
     "bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool? verify, Tensor(a!) base, "
-    "Tensor(b!) log_k, Tensor(c!) log_u, Tensor(d!) log_decay, Tensor(e!) cursor, bool state_v_first, int merge_every, "
-    "int launches) -> Tensor"
+    "Tensor(b!) base_low, Tensor(c!) log_k, Tensor(d!) log_u, Tensor(e!) log_decay, Tensor(f!) cursor, bool state_v_first, "
+    "int merge_every, int launches) -> Tensor"
 )
 
 _library = torch.library.Library("kda_tl", "FRAGMENT")

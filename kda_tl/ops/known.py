@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["Known", "any_mode", "is_plain", "offsets_known", "traits"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+STRIDED = torch.strided
 OFFSETS = (torch.int32, torch.int64)
 D = TypeVar("D")
 
@@ -53,8 +54,12 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
     return all(x is None or (type(x) in PLAIN_TENSORS and not (grad and x.requires_grad)) for x in tensors)
 
 
-def traits(key: list[object], tensors: Sequence[Tensor | None]) -> bool:
-    """Appends what a decision may depend on of each; False where one is not plain: a subclass, or a gradient to record."""
+def traits(key: list[object], tensors: Sequence[Tensor | None], aligned: int = 0) -> bool:
+    """Appends what a decision may depend on of each; False where one is not plain: a subclass, sparse, or with a
+    gradient to record.
+
+    aligned: of how many tensors, from the first, it depends on the alignment in memory too.
+    """
     grad = torch.is_grad_enabled()
     try:
         for x in tensors:
@@ -63,7 +68,11 @@ def traits(key: list[object], tensors: Sequence[Tensor | None]) -> bool:
                 continue
             if (type(x) is not Tensor and type(x) not in PLAIN_TENSORS) or (grad and x.requires_grad):
                 return False
-            key += (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() & 15)
+            if x.layout is not STRIDED:
+                return False
+            key += (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+        for x in tensors[:aligned]:
+            key.append(None if x is None else x.data_ptr() & 15)
     except Exception:  # what no plain tensor raises: the checks will name it
         return False
     return True
@@ -74,10 +83,12 @@ def offsets_known(key: list[object], cu_seqlens: Tensor | None, cu_seqlens_cpu: 
     for offsets in (cu_seqlens, cu_seqlens_cpu):
         if offsets is None:
             continue
-        if type(offsets) is not Tensor or offsets.dim() != 1 or offsets.dtype not in OFFSETS:
+        if type(offsets) is not Tensor or offsets.layout is not STRIDED or offsets.is_nested:
+            return False
+        if offsets.dim() != 1 or offsets.dtype not in OFFSETS:
             return False
         if offsets.device.type == "cpu":
-            key += offsets.tolist()
+            key += (offsets.dtype, *offsets.tolist())
         elif offsets is cu_seqlens_cpu:
             return False
     return True

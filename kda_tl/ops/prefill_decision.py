@@ -124,7 +124,7 @@ def key_of(op: Op, a: Arguments) -> object:
     if check_setting() is not None:
         return None
     key: list[object] = [op.name]
-    if a.q is None or not traits(key, (*a[:12], a.state_indices)):
+    if a.q is None or not traits(key, (*a[:11], a.state_indices), aligned=4):
         return None
     scale, lower_bound, segments, null_index = a.scale, a.lower_bound, a.intracard_segments, a.null_index
     key += a[14:21]

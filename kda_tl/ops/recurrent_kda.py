@@ -46,7 +46,7 @@ def recurrent_kda(
 
     Names are those of flash-linear-attention's fused_recurrent_kda. Right for any number of tokens, fast for few; gate,
     l2 norm and sigmoid are computed in float32 inside the kernel. Nothing waits for the device, and a call may be captured
-    in a CUDA graph (make one before, so that the kernel is loaded).
+    in a CUDA graph (make one before, so that the kernel is loaded). torch.compile traces it, writes in place included.
 
     Args:
         q, k: [B, T, H, K], K = 64 or 128, any strides. bfloat16, or float16 and float32 where K = 128 and the state is

@@ -45,7 +45,7 @@ def recurrent_rwkv6(
     """RWKV6: o = scale (S^T r + (sum r u k) v) reads first; then S = Diag(e^w) S + k v^T.
 
     r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; u [H, K], the bonus of the token at hand,
-    as in `chunk_rwkv6`; scale K ** -0.5 by default. Options: state_v_first, state_indices,
+    one for all value heads of a head, as in `chunk_rwkv6`; scale K ** -0.5 by default. Options: state_v_first, state_indices,
     null_index, has_initial_state, inplace, cu_seqlens_cpu.
     """
     return _arguments(

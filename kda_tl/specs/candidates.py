@@ -59,30 +59,27 @@ class Block:
 def objection(block: Block, arch: str, spare: int | None = None) -> str | None:
     """Why such blocks do not fit on `arch`; None where they do. The cpu has no limits.
 
-    spare: for kernels that wait for memory, which more blocks hide: at most so many more of them may fit beside `min_blocks`,
-    or the schedule counts as one that leaves a multiprocessor idle.
+    spare: for kernels that wait for memory, which more blocks hide: where so many more of them fit beside `min_blocks`, the
+    schedule counts as one that leaves a multiprocessor idle.
     """
     row = arch_row(arch)
-    if spare is not None and not row.is_cpu and objection(replace(block, min_blocks=block.min_blocks + spare), arch) is None:
-        return f"{IDLE} {block.min_blocks + spare} blocks fit where the schedule keeps room for {block.min_blocks}"
     if row.is_cpu:
         return None
     if block.threads > 1024:
         return f"threads: a block has {block.threads}, 1024 at most"
     if block.shared_memory > row.shared_memory:
         return f"shared memory: a block needs {block.shared_memory} bytes, {arch} allows {row.shared_memory}"
-    together = block.min_blocks * (block.shared_memory + BLOCK_RESERVE)
-    if together > row.multiprocessor_shared_memory:
-        available = row.multiprocessor_shared_memory
-        return f"{IDLE} {block.min_blocks} blocks need {together} bytes of shared memory, a multiprocessor has {available}"
-    if block.min_blocks * block.threads > row.multiprocessor_threads:
-        most = row.multiprocessor_threads
-        return (
-            f"{IDLE} registers are kept for {block.min_blocks} blocks of {block.threads} threads, a multiprocessor runs {most}"
-        )
-    allowed = min(MOST_REGISTERS, MULTIPROCESSOR_REGISTERS // (block.min_blocks * block.threads) // 8 * 8)
+    blocks = block.min_blocks
+    allowed = min(MOST_REGISTERS, MULTIPROCESSOR_REGISTERS // (blocks * block.threads) // 8 * 8)
     if block.registers > allowed:
-        return f"registers: a thread needs about {block.registers}, {block.min_blocks} x {block.threads} threads get {allowed}"
+        return f"registers: a thread needs about {block.registers}, {blocks} x {block.threads} threads get {allowed}"
+    together, available = blocks * (block.shared_memory + BLOCK_RESERVE), row.multiprocessor_shared_memory
+    if together > available:
+        return f"{IDLE} {blocks} blocks need {together} bytes of shared memory, a multiprocessor has {available}"
+    if blocks * block.threads > row.multiprocessor_threads:
+        return f"{IDLE} {blocks} blocks of {block.threads} threads, a multiprocessor runs {row.multiprocessor_threads}"
+    if spare is not None and objection(replace(block, min_blocks=blocks + spare), arch) is None:
+        return f"{IDLE} {blocks + spare} blocks fit where the schedule keeps room for {blocks}"
     return None
 
 

@@ -128,7 +128,8 @@ class DeltaLogDecodeSchedule(Schedule):
         threads: per block; 8 of them share a row, so that a row is read in full 128-byte segments.
         min_blocks: blocks per multiprocessor that the compiler keeps registers free for.
         merge_every: tokens from one fold to the next. Traffic is lowest near sqrt(2 s d^2 / E), s bytes per element of the
-            base, E bytes per entry: about 10 for KDA with a float32 base, 13 for GDN, 7 and 9 for narrow bases.
+            base that a fold writes (and reads beside the base: 1.5 more than a float16 has for bfloat16), E bytes per entry:
+            about 10 for KDA with a float32 base, 13 for GDN; 7 and 9 for float16, 9 and 11 for bfloat16.
         launches: 1, or 2 with ReplayPrep first.
     """
 

@@ -181,6 +181,8 @@ def _deltalog(spec: DeltaLogDecodeSpec, problem: Problem, schedule: Schedule | N
     width = BYTES[spec.dtype]
     entry = K * width + 4 * V + 4 * D
     base = K * V * BYTES[spec.state_dtype] * (1 + 1 / every)
+    if spec.state_dtype == "bfloat16":
+        base += K * V / every  # 4 more bits per element, which a fold reads and writes
     log = entry * (every - 1) / 2 + entry * (every - 1) / every
     inputs = width * (2 * K * problem.H / problem.HV + 2 * V + D)
     slots = problem.sequences * problem.HV

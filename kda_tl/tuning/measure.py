@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl import __version__
-from kda_tl.tuning.measure_child import At, Done, Found, Hello, Job, serve
+from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, serve
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
 
 __all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
 
 Record = dict[str, Any]
 START_SECONDS = 300.0
-"""Until a child has torch, the driver and a context."""
+"""Until a child has torch, the driver and a context; and until it has a problem's tensors."""
 
 
 class MeasureError(RuntimeError):
@@ -97,7 +97,7 @@ def measure(
     resume: bool = False,
     budget_s: float | None = None,
     patience_s: float = 30.0,
-    kernels: Sequence[str] = (),
+    only: Container[str] | None = None,
     progress: Callable[[Record, int, int], None] | None = None,
 ) -> Summary:
     """Times the candidates of `folder` and appends a record for each to its timings.jsonl.
@@ -107,7 +107,7 @@ def measure(
             it they are moved aside, to timings-1.jsonl and so on.
         budget_s: seconds after which no further problem is begun; None for no limit.
         patience_s: seconds that a candidate may take for one step, be it a check or a sample; then its process is ended.
-        kernels: only specs of these; all by default.
+        only: keys of specs; those that stand for none of them are left out. Default: all of the plan.
         progress: called with each new record, and how many of how many candidates are done.
 
     Raises:
@@ -116,6 +116,8 @@ def measure(
     """
     began = time.monotonic()
     plan = read_plan(folder)
+    if only is not None:
+        plan = replace(plan, specs=tuple(one for one in plan.specs if any(key in only for key in (one.spec, *one.inherits))))
     path = folder / TIMINGS
     if not resume and path.exists():
         _move_aside(path)
@@ -123,7 +125,7 @@ def measure(
     with _Child(folder, plan.arch) as child:
         hello = child.start()
         records = [record for record in read_records(path) if record.get("device") == hello.device]
-        groups = list(_groups(plan, records, kernels))
+        groups = list(_groups(plan, records))
         total, done = sum(len(group.open) for group in groups), 0
 
         def keep(spec: PlannedSpec, problem: PlannedProblem | None, number: int, found: Found) -> None:
@@ -142,7 +144,7 @@ def measure(
             if progress is not None and problem is not None:
                 progress(record, done, total)
 
-        for spec, number in _rejected(plan, records, kernels):
+        for spec, number in _rejected(plan, records):
             keep(spec, None, number, Found(number, "rejected", reason=spec.candidates[number].reason))
         for group in groups:
             if budget_s is not None and time.monotonic() - began > budget_s:
@@ -165,11 +167,9 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return record["spec"], record["size"], record.get("artifact"), problem
 
 
-def _groups(plan: Plan, records: Sequence[Record], kernels: Sequence[str]) -> Iterator[_Group]:
+def _groups(plan: Plan, records: Sequence[Record]) -> Iterator[_Group]:
     finished = {_key(record): record for record in records}
     for spec in plan.specs:
-        if kernels and spec.spec.partition("[")[0] not in kernels:
-            continue
         for problem in spec.problems:
             left, best = [], None
             for number, one in enumerate(spec.candidates):
@@ -185,12 +185,12 @@ def _groups(plan: Plan, records: Sequence[Record], kernels: Sequence[str]) -> It
                 yield _Group(spec, problem, tuple(left), best)
 
 
-def _rejected(plan: Plan, records: Sequence[Record], kernels: Sequence[str]) -> Iterator[tuple[PlannedSpec, int]]:
+def _rejected(plan: Plan, records: Sequence[Record]) -> Iterator[tuple[PlannedSpec, int]]:
     told = {_key(record) for record in records if record["status"] == "rejected"}
     for spec in plan.specs:
         for number, one in enumerate(spec.candidates):
             known = _key({"spec": spec.spec, "size": 0, "problem": {}, "schedule": one.schedule, "artifact": None}) in told
-            if one.artifact is None and not known and (not kernels or spec.spec.partition("[")[0] in kernels):
+            if one.artifact is None and not known:
                 yield spec, number
 
 
@@ -199,7 +199,7 @@ def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
     left = list(group.open)
     while left:
         job = _Group(group.spec, group.problem, tuple(left), group.best_ms).job()
-        at: At = At(None, "making tensors")
+        at: At = At(None, MAKING_TENSORS)
         for message in child.ask(job, patience_s):
             if isinstance(message, At):
                 at = message
@@ -280,15 +280,20 @@ class _Child:
                 yield message
 
     def messages(self, patience_s: float) -> Iterator[Any]:
-        """What the child sends; as the last one `_Ended`, where it is silent for so long or gone."""
+        """What the child sends; as the last one `_Ended`, where it is silent for so long or gone.
+
+        Tensors are made by torch and the reference, which load libraries at their first use: they have the time of a start.
+        """
         assert self.pipe is not None and self.process is not None
+        limit = patience_s
         while True:
             try:
-                if not self.pipe.poll(patience_s):
+                if not self.pipe.poll(limit):
                     self.stop()
-                    yield _Ended("timeout", f"no answer for {patience_s:.0f} s")
+                    yield _Ended("timeout", f"no answer for {limit:.0f} s")
                     return
                 message = self.pipe.recv()
+                limit = START_SECONDS if message == At(None, MAKING_TENSORS) else patience_s
             except (EOFError, OSError):
                 process = self.process
                 process.join(5)

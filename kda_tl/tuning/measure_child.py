@@ -28,7 +28,7 @@ from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.problems import check_case, full_case
 from kda_tl.tuning.problems_case import Case
 
-__all__ = ["At", "Done", "Found", "Hello", "Job", "serve"]
+__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "serve"]
 
 ROUNDS = 12
 FIRST_ROUNDS = 3
@@ -38,6 +38,7 @@ CLEARLY_SLOWER = 1.10
 SAMPLE_MS = 0.3
 MOST_REPEATS = 200
 PR_SET_PDEATHSIG = 1
+MAKING_TENSORS = "making tensors"
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class _Worker:
         self.checks: dict[str, Case] = {}  # of the spec at hand
 
     def run(self, job: Job) -> None:
-        self.pipe.send(At(None, "making tensors"))
+        self.pipe.send(At(None, MAKING_TENSORS))
         spec = spec_of_key(job.spec)
         try:
             if job.spec not in self.checks:

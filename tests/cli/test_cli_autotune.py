@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from kda_tl.cli.autotune import RULE_OF_OP, _selected
+from kda_tl.cli.autotune import RULE_OF_OP, TUNED_KERNELS, _selected
 from kda_tl.registry import Registry
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 from kda_tl.specs.schedules import schedule_classes
@@ -99,8 +99,8 @@ def test_an_op_names_its_kernels() -> None:
     assert {spec.as_dict()["decay"] for spec in kda if spec.kernel == "chunk_wy"} == {"per_key"}
     assert all(spec.as_dict().get("delta", True) for spec in kda)
     assert {spec.kernel for spec in _selected("sm_90", [], "recurrent_gdn")} == {"recurrent_decode"}
-    deltalog = _selected("sm_90", ["deltalog_decode"], "deltalog_decode_gdn")
-    assert deltalog and {spec.as_dict()["decay"] for spec in deltalog} == {"scalar"}
+    assert {spec.kernel for spec in _selected("sm_90", ["chunk_wy"], "chunk_gdn")} == {"chunk_wy"}
+    assert all(_selected("sm_90", [kernel], None) for kernel in TUNED_KERNELS)
     assert all(_selected("sm_90", [], op) for op in RULE_OF_OP)
 
 

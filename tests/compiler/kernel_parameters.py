@@ -20,10 +20,11 @@ _GATES: Parameters = {
 }
 _POOL: Parameters = {
     "base": (4, "state"),
-    "log_k": (4, None),
-    "log_u": (4, "float32"),
-    "log_d": (4, "float32"),
-    "cursor": (4, "int32"),
+    "base_low": (3, "int32"),
+    "log_k": (3, None),
+    "log_u": (3, "float32"),
+    "log_d": (3, "float32"),
+    "cursor": (3, "int32"),
     "state_indices": (1, "int32"),
     "valid": (1, "int32"),
 }

@@ -74,9 +74,10 @@ def test_drafts_and_their_rollback(rule: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", OPS)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-def test_a_narrow_base_over_2048_steps(state_dtype: torch.dtype) -> None:
-    walk = Walk("kda", "cuda", state_dtype, gate="weak", seed=5)
+def test_a_narrow_base_over_2048_steps(rule: str, state_dtype: torch.dtype) -> None:
+    walk = Walk(rule, "cuda", state_dtype, gate="weak", seed=5)
     walk.write([0, 1, 2, 3, 4, 5])
     for _ in range(2048):
         walk.decode([0, 3])

@@ -147,7 +147,6 @@ def test_what_is_recognised_is_what_was_checked() -> None:
         "state_indices": x["state_indices"].long(), "initial_state": x["initial_state"].transpose(-1, -2), "scale": 2.0,
         "null_index": 3, "inplace": False, "output_final_state": False, "use_qk_l2norm_in_kernel": False, "beta": None,
         "lower_bound": -1.0, "dt_bias": None, "state_v_first": False,
-        "A_log": torch.zeros(5)[1:],  # other alignment
     }  # fmt: skip
     for name, value in changes.items():
         assert decode.key_of(op, arguments(**{**x, name: value})) != key, name

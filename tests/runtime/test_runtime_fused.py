@@ -12,6 +12,7 @@ import pytest
 import torch
 import tvm_ffi
 from extern_kernels import extern_kernel
+from fused_calls import CALLS, inputs, unfused
 from torch import Tensor
 
 import kda_tl
@@ -62,66 +63,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield called
 
 
-def inputs(seed: int, T: int = 150, K: int = 128, heads: int = 2) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    q, k = (torch.nn.functional.normalize(normal(1, T, heads, K), dim=-1) for _ in range(2))
-    return {
-        "q": q,
-        "k": k,
-        "v": normal(1, T, heads, K),
-        "g": -normal(1, T, heads, K).abs(),
-        "beta": normal(1, T, heads).sigmoid(),
-    }
-
-
-def unfused(x: dict[str, Any]) -> tuple[Tensor, ...]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_maker", lambda: None)
-        patch.setattr("kda_tl.ops.prefill_library.known", lambda key: None)
-        patch.setattr("kda_tl.ops.prefill_library.remember", lambda key, decision: None)
-        return kda_tl.chunk_kda(**x)
-
-
-def with_everything(seed: int) -> dict[str, Any]:
-    options = dict.fromkeys(
-        ("use_gate_in_kernel", "output_final_state", "state_v_first", "return_intermediate_states", "use_qk_l2norm_in_kernel"),
-        True,
-    )
-    given = {"A_log": torch.randn(2), "dt_bias": torch.randn(2, 128), "initial_state": torch.randn(1, 2, 128, 128)}
-    return inputs(seed) | options | given
-
-
-def apart(seed: int) -> dict[str, Any]:
-    """Rows that no kernel can read where they lie."""
-    return {name: torch.stack([x, x], -1)[..., 0] if name != "beta" else x for name, x in inputs(seed).items()}
-
-
-def in_a_pool(seed: int) -> dict[str, Any]:
-    mask = torch.tensor([seed % 2 == 0])
-    pool = {"initial_state": torch.randn(5, 2, 128, 128), "state_indices": torch.tensor([3]), "has_initial_state": mask}
-    return inputs(seed) | pool | {"output_final_state": True}
-
-
-CALLS: dict[str, Any] = {
-    "dense": inputs,
-    "gate and states": with_everything,
-    "pack": lambda seed: inputs(seed, K=64) | {"cu_seqlens": torch.tensor([0, 10, 10, 140]), "output_final_state": True},
-    "segments": lambda seed: inputs(seed, T=300) | {"intracard_segments": 3, "output_final_state": True},
-    "converted": lambda seed: {name: x.bfloat16() for name, x in inputs(seed).items()},
-    "apart": apart,
-    "pool": in_a_pool,
-}
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fused_call_gives_the_same_bits(name: str, as_on_a_gpu: list[str]) -> None:
     for seed in range(4):
         torch.manual_seed(seed)
-        x = CALLS[name](seed)
+        x = CALLS[name](seed, "cpu")
         pool = x.get("initial_state")
         kept = None if pool is None else pool.clone()
         reset_counters()
@@ -140,7 +86,7 @@ def test_a_fused_call_gives_the_same_bits(name: str, as_on_a_gpu: list[str]) -> 
 
 def test_tensors_that_are_one_are_not_taken_for_each_other(as_on_a_gpu: list[str]) -> None:
     """q is k in the call that is watched, and not in the next."""
-    x = inputs(0)
+    x = inputs(0, "cpu")
     kda_tl.chunk_kda(**{**x, "q": x["k"]})
     for _ in range(3):
         o = kda_tl.chunk_kda(**x)[0]
@@ -149,7 +95,7 @@ def test_tensors_that_are_one_are_not_taken_for_each_other(as_on_a_gpu: list[str
 
 
 def test_a_decision_keeps_no_tensor_of_a_call(as_on_a_gpu: list[str]) -> None:
-    x = CALLS["gate and states"](0)
+    x = CALLS["gate and states"](0, "cpu")
     references = [weakref.ref(x[name]) for name in ("q", "v", "initial_state")]
     for _ in range(3):
         results = kda_tl.chunk_kda(**x)
