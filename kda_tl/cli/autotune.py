@@ -21,7 +21,7 @@ from kda_tl.specs.floors import Problem, cost, floor_ms
 from kda_tl.specs.kernels import KernelSpec, spec_of_key
 from kda_tl.specs.rules import RULES
 from kda_tl.specs.schedule_file import ScheduleFileError
-from kda_tl.specs.schedules import SCHEDULES
+from kda_tl.specs.schedules import SCHEDULES, schedule_classes
 from kda_tl.tuning import TimingsError
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlanError, read_plan
 
@@ -175,10 +175,11 @@ def _apply(folder: Path, jobs: int | None) -> None:
     if applied.changed:
         registry = Registry(default_root())
         with _progress(f"{plan.arch}, building") as tell:
-            done = itertools.count(1)
+            done, specs = itertools.count(1), [spec_of_key(key) for key in applied.changed]
+            total = sum(len({one.schedule for one in schedule_classes(spec, plan.arch)}) for spec in specs)
             build(
-                plan.arch, [spec_of_key(key) for key in applied.changed], registry, jobs=jobs, isolate=True,
-                progress=lambda result: tell(next(done), len(applied.changed), result.spec.key),
+                plan.arch, specs, registry, jobs=jobs, isolate=True,
+                progress=lambda result: tell(next(done), total, result.spec.key),
             )  # fmt: skip
         click.echo(f"  Built into {registry.root}.")
 

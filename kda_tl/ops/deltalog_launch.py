@@ -59,10 +59,12 @@ def in_two(cache: DeltaLogCache | Storage, tokens: int, verify: bool) -> bool:
 def launches(cache: DeltaLogCache | Storage, n: int, tokens: int, verify: bool) -> tuple[Launch, ...]:
     """What `launch` launches for n requests, in order."""
     heads = f"{counted(n, 'request')} x {counted(cache.HV, 'head')}"
+    size = problem_size("deltalog_decode", n, cache.HV)
     if in_two(cache, tokens, verify):
         spec = _prepared(cache.spec)
-        return Launch(spec.prep_spec, heads), Launch(spec, f"{heads} x V tiles")
-    step = Launch(_step_spec(cache, tokens, verify), f"{heads} x V tiles")
+        prepare = Launch(spec.prep_spec, heads, problem_size("deltalog_prep", n, cache.HV))
+        return prepare, Launch(spec, f"{heads} x V tiles", size)
+    step = Launch(_step_spec(cache, tokens, verify), f"{heads} x V tiles", size)
     return (step, step) if verify else (step,)
 
 

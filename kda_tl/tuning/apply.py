@@ -237,7 +237,14 @@ class _Table:
             return found
 
         found = cheapest(0, most)
-        return None if found is None else list(found[1])
+        if found is None:
+            return None
+        merged: list[Group] = []
+        for first, end, schedule in found[1]:  # parts of one schedule may add up to an ulp less than the whole
+            if merged and merged[-1][2] == schedule:
+                first = merged.pop()[0]
+            merged.append((first, end, schedule))
+        return merged
 
     def bounds(self, groups: Sequence[Group]) -> Iterator[tuple[int | None, Schedule]]:
         """(up_to, schedule) of each class."""

@@ -48,7 +48,7 @@ class OnDevice:
 def main() -> None:
     registry, arch = Registry(sys.argv[1]), sys.argv[2]
 
-    def kernel(spec: Any, arch_name: str, device: torch.device) -> Any:
+    def kernel(spec: Any, arch_name: str, device: torch.device, size: int) -> Any:
         path = registry.find(arch_name, spec.key)
         assert path is not None, spec.key
         function = load(registry, path, arch_name, spec.key)
