@@ -1,13 +1,17 @@
-"""deltalog_decode: one or a few tokens per request from a base and a log, in one launch.
+"""deltalog_decode: a few tokens per request from a base and a log, in one launch; for one token see `deltalog_step`.
 
 A block has block_v rows of one slot and value head, whose base [V, K] rows it reads once, into registers, before it knows
 anything else. Then per token (formulas in `kda_tl.reference.deltalog`):
 
-    products over K, a warp per entry:   k w_base, q w_base;  p_j = k_j w_j . k,  s_j = k_j w_j . q;  norms;  q . k
+    weights, a thread per key channel:   k_j w_j of the log's keys, w_base; k w_base, q w_base
+    products over K, a warp per entry:   p_j = k_j w_j . k,  s_j = k_j w_j . q;  one more warp: norms, q . k
     sums over K and over the log:        r = (k w_base)^T base + sum_j p_j u_j,   the same with q and s_j
     u = beta (v - r),                    o = scale ((q ..) + (q . k) u),          append (k, u, e^g)
 
-and the base is written only where the log is due: the log and the token at hand fold into it, still in registers.
+and the base is written only where the log is due: the log and the token at hand fold into it.
+
+What a step costs beside its traffic are round trips to memory, one behind the other: slot, then base, cursor and token, then
+log. So nothing may stand before the base's loads, and all copies of the log are in flight at once, whatever its length.
 
 Traffic of a step per slot and value head, KDA, K = V = 128, float32 base: 64 KiB of base, 1.25 KiB per entry, and 64 KiB
 more on one step of `merge_every`.

@@ -100,6 +100,8 @@ class DeltaLogCache:
         for name, value in (("slots", slots), ("HV", HV)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if HV > 65535:
+            raise ValueError(f"HV must be at most 65535, got {HV}")
         for name, value in (("K", K), ("V", V)):
             if value not in (64, 128):
                 raise ValueError(f"{name} must be 64 or 128, got {value!r}")
