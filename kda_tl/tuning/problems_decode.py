@@ -65,7 +65,8 @@ def recurrent_case(spec: RecurrentDecodeSpec, problem: Problem, device: torch.de
 
     def reset() -> None:
         o.fill_(torch.nan)
-        pools[0].copy_(first)
+        for pool in pools:
+            pool.copy_(first)
 
     truth = None
     if exact:
