@@ -21,6 +21,8 @@ from kda_tl.tuning.timings import Timing, TimingsError, read_timings
 __all__ = ["TOLERANCE", "Applied", "Gain", "apply"]
 
 TOLERANCE = 1.02
+HEIR_TOLERANCE = 1.2
+"""Siblings that were not timed have coarser classes: each one is a program more."""
 """Times this close to the best count as the best where that saves a class. No choice is further above what was in force."""
 
 Serves = Callable[[str, Mapping[str, Any]], bool]
@@ -96,7 +98,7 @@ def apply(
         timings: `kda_tl.tuning.timings`.
         folder: of schedules files; default that of the checkout, or of the installed package.
         device: whose records count; default: that of all of them.
-        heirs: key of a measured spec -> keys of those that take its schedules over, as a model.
+        heirs: key of a measured spec -> keys of those that take its schedules over, as a model, in classes within 20 %.
         serves: serves(heir, schedule): whether a schedule can be built for an heir; default: all can.
 
     Raises:
@@ -128,7 +130,7 @@ def apply(
         entries[key] = {"classes": [class_as_json(one) for one in gains[-1].classes]}
         for heir in (heirs or {}).get(key, ()):
             spec_of_key(heir)
-            own = table.choose(None if serves is None else functools.partial(_serves, serves, heir))
+            own = table.choose(None if serves is None else functools.partial(_serves, serves, heir), HEIR_TOLERANCE)
             if own is not None:
                 classes = [SizeClass(up_to, schedule, "model") for up_to, schedule in table.bounds(own)]
                 entries[heir] = {"classes": [class_as_json(one) for one in classes]}
@@ -196,15 +198,15 @@ class _Table:
         sizes = tuple(sorted({size for by_size in times.values() for size in by_size}))
         return cls(sizes, times, baselines, latest), unknown
 
-    def choose(self, allowed: Callable[[Schedule], bool] | None = None) -> list[Group] | None:
-        """The fewest classes of schedules within the tolerance of the best; where more than MAX_CLASSES would be needed, the
-        fastest ones that keep up with what was in force. None where there are none such, or nothing was measured."""
+    def choose(self, allowed: Callable[[Schedule], bool] | None = None, near: float = TOLERANCE) -> list[Group] | None:
+        """The fewest classes of schedules as `near` the best; where these would be over MAX_CLASSES, the fastest ones that keep
+        up with what was in force. None where there are none such, or nothing was measured."""
         usable = sorted((s for s in self.times if allowed is None or allowed(s)), key=_text)
         best = {size: min((self.times[s][size] for s in usable if size in self.times[s]), default=0.0) for size in self.sizes}
         if not self.sizes or not all(best.values()):
             return None
         in_force = {size: self.times[schedule][size] for size, schedule in self.baselines.items()}
-        limit = {size: TOLERANCE * min(best[size], in_force.get(size, math.inf)) for size in self.sizes}
+        limit = {size: near * min(best[size], in_force.get(size, math.inf)) for size in self.sizes}
         for most in range(1, MAX_CLASSES + 1):
             found = self._cut(usable, limit, most)
             if found is not None:
