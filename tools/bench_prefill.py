@@ -1,6 +1,9 @@
 """Times the prefill ops as callers meet them: fused gate, l2 norm and sigmoid, packed, states in and out, dispatcher included.
 
-    python tools/bench_prefill.py [--out FILE]    on the device, with `kda-tl build` artifacts on the registry search path
+    python tools/bench_prefill.py [--heads 96 32] [--rules kda] [--peer] [--out FILE]
+
+On the device, with `kda-tl build` artifacts on the registry search path. --peer times flash-linear-attention beside it, on the
+same tensors, where it is installed; it compiles for a minute or two per head count.
 
 Per case: the error of two heads against the float64 recurrence, then medians in milliseconds of CUDA events around the call and
 of a CUDA graph's replays, with the plan's cut into segments and with sequences in one piece, and the planned graph's time over
@@ -102,6 +105,20 @@ def captured(call: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def peer_ms(rule: str, x: dict[str, Any], flags: dict[str, Any]) -> tuple[float, float]:
+    """(error, milliseconds) of flash-linear-attention's op of the same name."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    op = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}[rule]
+    bounded = {"safe_gate": True} if "lower_bound" in flags else {}
+
+    def call() -> Any:
+        return op(**x, **flags, **bounded)
+
+    return error_of_two_heads(rule, x, flags, *call()), time_ms(call)
+
+
 def host_microseconds(calls: int = 500) -> float:
     x, options = make_inputs("kda", [64], 4, 4, "weak")
     for _ in range(20):
@@ -116,12 +133,17 @@ def host_microseconds(calls: int = 500) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs="+", help="only cases of these HV")
+    parser.add_argument("--rules", nargs="+", choices=list(OPS), default=list(OPS))
+    parser.add_argument("--peer", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, milliseconds: events and (graph)")
     print("rule  lengths            H  HV      gate    error   as planned         one piece    floor  over floor")
     rows = []
     for rule, lengths, H, HV, gate in CASES:
+        if rule not in options.rules or (options.heads and HV not in options.heads):
+            continue
         x, flags = make_inputs(rule, lengths, H, HV, gate)
         row: dict[str, Any] = {"rule": rule, "lengths": lengths, "H": H, "HV": HV, "gate": gate}
         for name, segments in (("planned", None), ("one piece", 1)):
@@ -147,6 +169,9 @@ def main() -> None:
             f"{row['graph planned'] / row['floor_ms']:11.2f}",
             flush=True,
         )
+        if options.peer:
+            row["error peer"], row["ms peer"] = peer_ms(rule, x, flags)
+            print(f"      flash-linear-attention: {row['error peer']:8.1e} {row['ms peer']:7.3f}", flush=True)
     host = host_microseconds()
     print(f"host: {host:.0f} microseconds a call, launches included")
     if options.out is not None:
