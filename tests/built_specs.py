@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.defaults import default_specs
@@ -12,10 +14,20 @@ from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 
-__all__ = ["CUDA_ARCHS", "SPILLED", "built_specs"]
+__all__ = ["CUDA_ARCHS", "built_specs", "may_spill"]
 
-SPILLED = {128: 4}
-"""Bytes that may be spilled, by V tile: where one warpgroup holds all of a head's state, one register, outside of the loops."""
+
+def may_spill(meta: dict[str, Any]) -> int:
+    """Bytes that an artifact may store, and load again once.
+
+    chunk_scan, V tile 128: one warpgroup holds all of a head's state; one register, outside of the loops. chunk_wy: addresses
+    of its outputs, which live from the first row to the last; with registers for them, one block fits where two do now.
+    """
+    kernel, schedule = meta["spec"]["kernel"], meta["schedule"]
+    if kernel == "chunk_wy":
+        return 144
+    return 4 if schedule.get("block_v") == 128 and kernel == "chunk_scan" else 0
+
 
 CUDA_ARCHS = [name for name, row in ARCHS.items() if not row.is_cpu and row.measured]
 

@@ -80,6 +80,8 @@ def judge(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> str | 
         return "warp_specialized: runs on sm_90 alone"
     if not narrow:
         return "warp_specialized: its products take 16-bit operands"
+    if block_v == 128 and spec.state_dtype != "float32":
+        return "registers: a whole head's state leaves none to convert it with, and the loops spill"
     per_stage = (3 if spec.delta else 2) * C * K + C * block_v + (2 if spec.delta else 1) * C * C
     shared = width * (schedule.stages * per_stage + K * block_v + 2 * C * block_v) + 8 * K + 512
     column = block_v / 128  # accumulator registers of a warpgroup per row of a tile

@@ -222,9 +222,14 @@ class DeltaLogCache:
         self._empty_logs(chosen, self.first_window[chosen])
 
     def flush(self, state_indices: Indices | None = None) -> None:
-        """Folds the logs into the bases now, whatever their cursors; all slots without indices."""
+        """Folds the logs into the bases now, whatever their cursors; all slots without indices.
+
+        Then a slot is all base, and ops that know nothing of logs may go on with it: a bfloat16 base gives up its `base_low`,
+        rounded once to its own bits.
+        """
         chosen = self._indices(state_indices, distinct=True)
-        self._store(chosen, self.read_state(chosen, state_v_first=True))
+        self.base[chosen] = self.read_state(chosen, state_v_first=True).to(self.base.dtype)
+        self.base_low[chosen] = 0
         self._empty_logs(chosen, torch.full_like(self.first_window[chosen], self.merge_every))
 
     def fork(self, source: Indices, target: Indices) -> None:

@@ -111,7 +111,6 @@ def test_the_scan_has_wider_tiles_for_more_heads_on_sm_90(scans: int, block_v: i
     assert (schedule.variant, schedule.block_v) == ("warp_specialized", block_v)
 
 
-
 @pytest.mark.parametrize("kind", SCHEDULES.values())
 def test_schedules_are_frozen_and_have_defaults(kind: type[schedules.Schedule]) -> None:
     schedule = kind()
