@@ -29,11 +29,12 @@ from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessors", "plan_split"]
 
-# The model, in microseconds, for a device like one NVIDIA H200: assumed, to choose by, not fitted to measurements. A block of
-# either scan takes so long per chunk, by the variant of its schedule, and of chunk_scan's warp_specialized one by its V tile.
-CHUNK_US = {"warp_specialized": 1.5, "plain": 8.0}
-WIDER_TILES = {64: 4 / 3, 128: 2.1}
-MERGE_SEGMENT_US = 3.0  # one map applied, in every block of the merge
+# The model, in microseconds, for a device like one NVIDIA H200, where the warp-specialized scans and the merge were timed; the
+# rest is assumed. A block of either scan takes so long per chunk, chunk_scan's warp-specialized one by its V tile. The merge
+# applies a map in all of its blocks at once, and each of them reads the map.
+CHUNK_US = {"warp_specialized": 1.6, "plain": 8.0}
+TILE_CHUNK_US = {16: 1.0, 32: 1.2, 64: 1.8, 128: 2.8}
+MERGE_SEGMENT_US, MERGE_BLOCK_US = 1.0, 0.026
 EXTRA_LAUNCHES_US = 6.0  # two more kernels, and the gap that each leaves
 WORTH_WHILE = 0.9  # a cut must bring the time of the scan down to this part of it
 MAX_SEGMENTS = 64
@@ -182,8 +183,7 @@ def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     tiling = _class_of(device.pre_scan, "intracard_pre_scan", scans, HV)
     pre_scan = _steps(work, mapped * HV * tiling.tiles, segment_chunks, device) * tiling.chunk_us
     tiles = _class_of(device.merge, "intracard_merge", work.N, HV).tiles
-    rounds = -(-merged * HV * tiles // (2 * device.multiprocessors))
-    merge = (-(-work.longest // segment_chunks) - 1) * MERGE_SEGMENT_US * rounds
+    merge = (-(-work.longest // segment_chunks) - 1) * (MERGE_SEGMENT_US + MERGE_BLOCK_US * merged * HV * tiles)
     return scan + pre_scan + merge + EXTRA_LAUNCHES_US
 
 
@@ -208,8 +208,11 @@ def _device(
     scans, pre_scans, merges = [], [], []
     for one in dispatcher.schedule_classes(scan, arch):
         assert isinstance(one.schedule, ChunkScanSchedule)
-        wider = WIDER_TILES.get(one.schedule.block_v, 1.0) if one.schedule.variant == "warp_specialized" else 1.0
-        scans.append(Tiling(one.up_to, scan.head_dim_v // one.schedule.block_v, CHUNK_US[one.schedule.variant] * wider))
+        schedule = one.schedule
+        per_chunk = CHUNK_US[schedule.variant]
+        if schedule.variant == "warp_specialized":
+            per_chunk = TILE_CHUNK_US[schedule.block_v]
+        scans.append(Tiling(one.up_to, scan.head_dim_v // schedule.block_v, per_chunk))
     for one in dispatcher.schedule_classes(pre_scan, arch):
         assert isinstance(one.schedule, IntracardPreScanSchedule)
         pre_scans.append(Tiling(one.up_to, columns // one.schedule.block, CHUNK_US[one.schedule.variant]))
