@@ -37,7 +37,7 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
     if arch_row(arch).is_cpu:
         return _of_cpu(spec)
     if isinstance(spec, ChunkWySpec):
-        return [_prefill(1, tokens, HV, spec) for tokens, HV in ((2048, 4), (8192, 8), (8192, 32), (8192, 96))]
+        return [_prefill(1, tokens, HV, spec) for tokens, HV in ((2048, 4), (3072, 4), (8192, 8), (8192, 32), (8192, 96))]
     if isinstance(spec, ChunkScanSpec):
         return [_prefill(N, tokens, HV, spec) for N, tokens, HV in ((1, 8192, 8), (1, 8192, 32), (1, 8192, 64), (1, 8192, 96),
                                                                     (4, 2048, 64))]  # fmt: skip
@@ -46,7 +46,7 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
     if isinstance(spec, IntracardMergeSpec):
         return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (4, 32, 8))]
     if isinstance(spec, RecurrentDecodeSpec):
-        return [Problem(batch, 1, 32, 32) for batch in (1, 8, 64, 256)]
+        return [Problem(batch, 1, 32, 32) for batch in (1, 8, 24, 64, 256)]
     return []
 
 

@@ -59,8 +59,13 @@ def artifact_of(schedule: Schedule) -> str:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
-    """Stands for the compiler: lanes_k=16 does not compile, values=8 spills 400 bytes and one in force 600, others a few."""
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[Schedule]:
+    """Stands for the compiler: lanes_k=16 does not compile, values=8 spills 400 bytes and one in force 600, others a few.
+
+    No schedules file: what is in force is the default, whatever was measured since.
+    """
+    folder = tmp_path_factory.mktemp("schedules")
+    monkeypatch.setattr("kda_tl.specs.schedules.schedules_folder", lambda: folder)
     from kda_tl.compiler.build import BuildResult
     from kda_tl.compiler.errors import BuildError
     from kda_tl.compiler.workers import Outcome
