@@ -24,11 +24,34 @@ from kda_tl.kernels.tiles.operands import LevelOperands
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, barrier, run_time_strides
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
 from kda_tl.kernels.tiles.warp_sums import sum_over_warp
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.gates import GateForm
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
 
 BANK_ROWS = 8  # columns more than needed, so that eight rows of float32 lie in different banks
+
+
+def candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
+    """A block keeps its chunk's decays, gates, q and k in registers, and both block products in shared memory."""
+    C, K, width = spec.chunk_size, spec.head_dim_k, 4 if spec.operand_dtype == "float32" else 2
+
+    def judge(schedule: ChunkWySchedule) -> str | None:
+        threads = schedule.parts * K // 2
+        if threads % 128:
+            return f"divisibility: parts * head_dim_k / 2 = {threads} threads are no whole warpgroups"
+        rows = C // schedule.parts
+        held = rows * (2 + 3 * width // 2) if spec.decay == "per_key" else rows * (2 + width)
+        operands = C * K * 3 // 2 * width
+        if arch == "sm_90" and width == 2:  # two stages, in columns of 8 with a row more than there are
+            operands = 2 * K * (C + 1 + C // 2 + 1) * width
+        shared = operands + 2 * C * (C + 8) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
+        return objection(Block(threads, shared, held + 32, schedule.min_blocks), arch, spare=2)
+
+    if arch_row(arch).is_cpu:
+        return space(ChunkWySchedule, judge, parts=(2, 4, 8))
+    return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=(1, 2, 3, 4))
 
 
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:

@@ -48,7 +48,34 @@ from kda_tl.kernels.deltalog_replay import (
 )
 from kda_tl.kernels.tiles.lanes import groups, lanes, private, sync, wide
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
+from kda_tl.specs.archs import arch as arch_row
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
+
+
+def candidates(spec: DeltaLogDecodeSpec, arch: str) -> list[Candidate]:
+    """By rows of the base per block, and blocks in flight; and by the interval between folds, a run-time value, around the
+    minimum of the traffic."""
+    K, V, D, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.capacity
+
+    def judge(schedule: DeltaLogDecodeSchedule) -> str | None:
+        if V % schedule.block_v:
+            return f"divisibility: block_v {schedule.block_v} does not divide V = {V}"
+        if schedule.merge_every > capacity:
+            return f"divisibility: a log has room for {capacity} entries, not for {schedule.merge_every}"
+        rows = schedule.block_v * ROW_LANES // schedule.threads
+        held = rows * (K // ROW_LANES) * (4 if spec.state_dtype == "float32" else 2) // 4
+        width = 2 if spec.dtype != "float32" else 4
+        shared = (capacity + 1) * (K * width + D * 4 + schedule.block_v * 4) + (5 * K + D + schedule.block_v) * 4 + 256
+        strided = 0 if spec.state_v_first else 80  # an address per element
+        return objection(Block(schedule.threads, shared, held + 32 + strided, schedule.min_blocks), arch, spare=1)
+
+    if arch_row(arch).is_cpu:
+        return space(DeltaLogDecodeSchedule, judge, block_v=(32, 64), merge_every=(4, 8))
+    narrow = spec.state_dtype != "float32"
+    intervals = (6, 8, 12, 16) if narrow or D == 1 else (6, 8, 10, 12)
+    return space(DeltaLogDecodeSchedule, judge, block_v=(16, 32, 64, 128), threads=(128, 256), min_blocks=(1, 2, 3, 4, 5, 6, 7),
+                 merge_every=intervals)  # fmt: skip
 
 
 def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: str) -> Any:

@@ -21,7 +21,18 @@ from kda_tl.kernels.deltalog_replay import (
 from kda_tl.kernels.tiles.gates import write_strength
 from kda_tl.kernels.tiles.lanes import lanes, private, sync
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
+from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.deltalog import DeltaLogPrepSchedule, DeltaLogPrepSpec
+
+
+def candidates(spec: DeltaLogPrepSpec, arch: str) -> list[Candidate]:
+    """By threads of a block: an entry of the log is a warp's job."""
+    shared = (spec.capacity + 1) * 4 * (spec.head_dim_k + spec.decay_size) + 24 * spec.head_dim_k
+
+    def judge(schedule: DeltaLogPrepSchedule) -> str | None:
+        return objection(Block(schedule.threads, shared, 72), arch)
+
+    return space(DeltaLogPrepSchedule, judge, threads=(64, 128, 256))
 
 
 def program(spec: DeltaLogPrepSpec, schedule: DeltaLogPrepSchedule, arch: str) -> Any:
