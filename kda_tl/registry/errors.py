@@ -1,4 +1,4 @@
-"""What goes wrong with artifacts on disk, and the base of all errors of this package."""
+"""What goes wrong with artifacts on disk, and the base of what registry, runtime and compiler raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DamagedArtifact", "KdaTlError", "ManifestError", "RegistryError"]
 
 
 class KdaTlError(Exception):
-    """Base of what this package raises beside TypeError and ValueError about arguments."""
+    """Base of what registry, runtime and compiler raise beside TypeError and ValueError about arguments."""
 
 
 class RegistryError(KdaTlError, RuntimeError):

@@ -14,10 +14,19 @@ from decode_cases import CASES
 from test_runtime_mock_driver import mock_driver  # noqa: F401
 
 from kda_tl.registry import Registry
+from kda_tl.specs.decode import RecurrentDecodeSchedule, RecurrentDecodeSpec
+from kda_tl.specs.schedules import schedule_for
 
 pytestmark = pytest.mark.cuda_compile
 
 HERE = Path(__file__).parent
+
+
+def columns(state_dtype: str) -> int:
+    """Of V, that a block has in the class of the largest sizes, whose artifacts the launches take."""
+    schedule = schedule_for(RecurrentDecodeSpec(state_dtype=state_dtype), "sm_90")
+    assert isinstance(schedule, RecurrentDecodeSchedule)
+    return schedule.block_v
 
 
 def test_every_case_is_launched_once(built: Callable[[str], Registry], mock_driver: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -35,9 +44,9 @@ def test_every_case_is_launched_once(built: Callable[[str], Registry], mock_driv
     assert not [f"{name}: {error}" for name, error in raised.items() if error is not None]
     launches = [line.split() for line in log.read_text().splitlines() if line.startswith("launch recurrent_decode")]
     blocks = [
-        ((len(case.lengths) + 1) if case.lengths is not None else case.N) * case.HV * -(-case.V // 64)
+        (case.N if case.lengths is None else len(case.lengths) + 1) * case.HV * -(-case.V // columns(dtype))
         for case in CASES
         if case.K != 64
-        for _ in range(2)  # dtypes of the state
+        for dtype in ("float32", "bfloat16")
     ]
     assert [line[3:6] for line in launches] == [[str(count), "1", "1"] for count in blocks]

@@ -22,6 +22,11 @@ class TileTarget:
     def is_cpu(self) -> bool:
         return self.arch == "cpu"
 
+    @property
+    def has_mma(self) -> bool:
+        """Whether warps may multiply tiles of their own by NVIDIA's mma."""
+        return self.arch.startswith("sm_")
+
     def shared(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A buffer that all threads of the block see."""
         return T.alloc_local(shape, dtype) if self.is_cpu else T.alloc_shared(shape, dtype)

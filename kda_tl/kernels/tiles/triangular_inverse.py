@@ -40,10 +40,10 @@ def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
             for i in list(range(BASE)):
                 inverse[block * BASE + i, block * BASE + column] = x[i]
     for half in [BASE << level for level in range((size // BASE).bit_length() - 1)]:
-        if t.is_cpu:
-            merge_serially(lower, row_scale, inverse, size, half)
-        else:
+        if t.has_mma:
             merge(lower, row_scale, inverse, size, half, threads // 32)
+        else:
+            merge_by_elements(t, lower, row_scale, inverse, size, half)
 
 
 @T.macro
@@ -106,9 +106,10 @@ def tf32(x):
 
 
 @T.macro
-def merge_serially(lower, row_scale, inverse, size, half):
-    """`merge` for one thread."""
-    for pair, i, j in T.grid(size // (2 * half), half, half):
+def merge_by_elements(t, lower, row_scale, inverse, size, half):
+    """`merge` without tensor cores."""
+    barrier(t)
+    for pair, i, j in t.parallel(size // (2 * half), half, half):
         total = T.alloc_var("float32", init=0.0)
         total = 0.0
         for m in T.serial(half):
@@ -117,7 +118,8 @@ def merge_serially(lower, row_scale, inverse, size, half):
                 + lower[pair * 2 * half + half + i, pair * 2 * half + m] * (inverse[pair * 2 * half + m, pair * 2 * half + j])
             )
         lower[pair * 2 * half + i, pair * 2 * half + half + j] = row_scale[pair * 2 * half + half + i] * total
-    for pair, i, j in T.grid(size // (2 * half), half, half):
+    barrier(t)
+    for pair, i, j in t.parallel(size // (2 * half), half, half):
         total = T.alloc_var("float32", init=0.0)
         total = 0.0
         for m in T.serial(half):
@@ -127,3 +129,4 @@ def merge_serially(lower, row_scale, inverse, size, half):
                 * (lower[pair * 2 * half + m, pair * 2 * half + half + j])
             )
         inverse[pair * 2 * half + half + i, pair * 2 * half + j] = -total
+    barrier(t)
