@@ -119,11 +119,11 @@ def measure(
     if only is not None:
         plan = replace(plan, specs=tuple(one for one in plan.specs if any(key in only for key in (one.spec, *one.inherits))))
     path = folder / TIMINGS
-    if not resume and path.exists():
-        _move_aside(path)
     counts: dict[str, int] = {}
     with _Child(folder, plan.arch) as child:
         hello = child.start()
+        if not resume and path.exists():  # only now: where there is no device, nothing has happened
+            _move_aside(path)
         records = [record for record in read_records(path) if record.get("device") == hello.device]
         groups = list(_groups(plan, records))
         total, done = sum(len(group.open) for group in groups), 0
