@@ -27,7 +27,8 @@ whether one block loads for all or each a part. So loads are not the limit.
 What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
 tile 128. What limits chunk_wy is issue: 23,000 instructions of a warp per chunk, 2.0 of 4 per cycle with the 16 warps that 128
 registers allow, and 41 % of the memory's time; the rest of the cycles goes to barriers, loads and short dependences alike.
-The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu.
+The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu, those
+of chunk_wy before its last barriers were in place.
 """
 
 from typing import Any

@@ -308,8 +308,8 @@ def store_squares(t, raw, squares, side, thread, size, K):
 def activate(t, decay, dt_bias, first_bias, gate_form, rate, lower_bound, part, pair, size):
     """Raw gates to natural-log decays, in registers. One branch around all rows: none would wait for another's load.
 
-    The hardware's exp2 and reciprocal are good to a few 1e-7. log(1 + e) = 2 atanh(e / (2 + e)), whose series converges fast
-    for e <= 1 and keeps its relative accuracy for small e; log2 would take three times as many instructions.
+    log(1 + e) = 2 atanh(e / (2 + e)), whose series converges fast for e <= 1 and does not cancel for small e; log2f would take
+    many more instructions. What is left is the rounding of exp2's argument: a few 1e-7 of the gate, 4e-6 where x is -80.
     """
     bias = T.alloc_local((2,), "float32")
     for j in t.pair():
