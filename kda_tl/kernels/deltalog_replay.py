@@ -381,9 +381,14 @@ def read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total,
 
 
 def with_low(upper: Any, word: Any, e: Any) -> Any:
-    """The float32 that an element of a bfloat16 base, as float32, and the e-th low bits of a word stand for."""
+    """The float32 that an element of a bfloat16 base, as float32, and the e-th low bits of a word stand for.
+
+    A zero has no low bits below it: stale ones would turn its sign bit into a NaN.
+    """
     low = (word << (28 - 4 * e)) >> 28
-    return T.reinterpret(T.reinterpret(upper, "int32") + (low << 12), "float32")
+    bits = T.reinterpret(upper, "int32")
+    joined = bits + (low << 12)
+    return T.reinterpret(T.if_then_else((joined ^ bits) < 0, bits, joined), "float32")
 
 
 def is_nan(x: Any) -> Any:
@@ -391,20 +396,19 @@ def is_nan(x: Any) -> Any:
     return (T.reinterpret(x, "int32") & 0x7FFFFFFF) > 0x7F800000
 
 
-def leading_bits(x: Any) -> Any:
-    """The 20 leading bits of a float32, rounded, as a signed number. Of a NaN they may be those of another number."""
-    return (T.reinterpret(x, "int32") + 0x800) >> 12
+def near_bits(x: Any) -> Any:
+    """The bits of a float32 of which the 20 leading ones are x rounded; of a NaN, those of a NaN that has no others."""
+    return T.if_then_else(is_nan(x), 0x7FC00000, T.reinterpret(x, "int32") + 0x800)
 
 
-def upper_part(x: Any, leading: Any) -> Any:
-    """The part of `leading_bits` of x that a bfloat16 has, as float32."""
-    return T.if_then_else(is_nan(x), x, T.reinterpret(((leading + 8) >> 4) << 16, "float32"))
+def upper_part(near: Any) -> Any:
+    """The part of `near_bits` that a bfloat16 has, as float32."""
+    return T.reinterpret((near + 0x8000) & -0x10000, "float32")
 
 
-def low_part(x: Any, leading: Any, e: Any) -> Any:
-    """The low bits of `leading_bits` of x, where the e-th of a word lie."""
-    low = leading - (((leading + 8) >> 4) << 4)
-    return T.if_then_else(is_nan(x), 0, (low & 15) << (4 * e))
+def low_part(near: Any, e: Any) -> Any:
+    """The low bits of `near_bits`, where the e-th of a word lie."""
+    return ((near >> 12) & 15) << (4 * e)
 
 
 @T.macro
@@ -469,9 +473,9 @@ def fold_log(
                         if has_low:
                             words[0, r] = 0
                             for e in T.unroll(tile.width):
-                                leading = leading_bits(total[0, r, e])
-                                piece[0, r, e] = upper_part(total[0, r, e], leading)
-                                words[0, r] = words[0, r] | low_part(total[0, r, e], leading, e)
+                                near = near_bits(total[0, r, e])
+                                piece[0, r, e] = upper_part(near)
+                                words[0, r] = words[0, r] | low_part(near, e)
                             base_low[row, first_v + first_row + r, vector * ROW_LANES + lane] = words[0, r]
                         else:
                             for e in T.unroll(tile.width):

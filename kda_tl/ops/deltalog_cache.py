@@ -57,9 +57,12 @@ class DeltaLogCache:
         float32: each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at
         which it is folded). rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
 
-    A state is what the base and the log stand for together: read it with `read_state`, never from `base`. All methods run on
-    the device of the tensors and wait for nothing; indices given on the host, or on the cpu, are checked for range and
-    duplicates. Not thread safe: calls on one cache belong to one stream.
+    A state is what the base and the log stand for together: read it with `read_state`, never from `base`. Before another op
+    goes on with slots of the base in place, `flush` them: it knows neither log nor low bits. A log that is left is added to
+    what it writes; low bits that are left move no element by more than half of its last bit, and none becomes NaN or infinite.
+
+    All methods run on the device of the tensors and wait for nothing; indices given on the host, or on the cpu, are checked for
+    range and duplicates. Not thread safe: calls on one cache belong to one stream.
     """
 
     def __init__(

@@ -5,6 +5,8 @@ A base that is rounded to bfloat16 at every fold gathers the roundings of all fo
 the base alone: the half unit in the last place that they miss is not gathered.
 
 An element is the float32 whose leading 20 bits are 16 * (bits of the base) + low, low from -8 to 7; 8 of them lie in an int32.
+Only a zero takes no low below 0. So whatever low bits stand beside a base that another op wrote, they move an element by half a
+unit in the base's last place at most, and no finite one becomes an infinity or a NaN.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ def split(state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(base: Tensor, low: Tensor) -> Tensor:
-    """The float32 state [.., K] of (base, low) as `split` gives them."""
+    """The float32 state [.., K] of (base, low) as `split` gives them; of others, base but for less than its last bit."""
     words = ((low.unsqueeze(-1) << (28 - _shifts(low.device))) >> 28).flatten(-2)
-    return (base.float().contiguous().view(torch.int32) + (words << 12)).view(torch.float32)
+    bits = base.float().contiguous().view(torch.int32)
+    joined = bits + (words << 12)
+    return torch.where((joined ^ bits) < 0, bits, joined).view(torch.float32)  # below a zero lies a NaN

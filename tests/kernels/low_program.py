@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from kda_tl.kernels.deltalog_replay import leading_bits, low_part, upper_part, with_low
+from kda_tl.kernels.deltalog_replay import low_part, near_bits, upper_part, with_low
 
 
 def low_program():
@@ -19,10 +19,27 @@ def low_program():
         with T.Kernel(n, threads=1) as i:
             words[i] = 0
             for e in T.serial(8):
-                leading = leading_bits(x[i, e])
-                upper[i, e] = upper_part(x[i, e], leading)
-                words[i] = words[i] | low_part(x[i, e], leading, e)
+                near = near_bits(x[i, e])
+                upper[i, e] = upper_part(near)
+                words[i] = words[i] | low_part(near, e)
             for e in T.serial(8):
                 back[i, e] = with_low(upper[i, e], words[i], e)
 
     return low_bits
+
+
+def join_program():
+    """upper, back [n, 8] float32; words [n] int32."""
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def join_bits(
+        upper: T.Tensor((n, 8), "float32"),
+        words: T.Tensor((n,), "int32"),
+        back: T.Tensor((n, 8), "float32"),
+    ):
+        with T.Kernel(n, threads=1) as i:
+            for e in T.serial(8):
+                back[i, e] = with_low(upper[i, e], words[i], e)
+
+    return join_bits
