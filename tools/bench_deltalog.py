@@ -32,6 +32,7 @@ from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
 from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
 from kda_tl.specs.deltalog import RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec  # noqa: E402
 from kda_tl.specs.floors import Cost, Problem, cost, floor_ms  # noqa: E402
+from kda_tl.specs.schedules import schedule_for  # noqa: E402
 
 ARCH, HV, K, V, LAYERS = "sm_90", 32, 128, 128, 4
 HEADS = {"kda": 32, "gdn": 16, "rwkv6": 32}
@@ -43,6 +44,7 @@ VARIANTS = {
     "v128-t256-b2": {"block_v": 128, "threads": 256, "min_blocks": 2},
     "v128-t256-b3": {"block_v": 128, "threads": 256, "min_blocks": 3},
     "v128-t128-b4": {"block_v": 128, "threads": 128, "min_blocks": 4},
+    "v128-t128-b5": {"block_v": 128, "threads": 128, "min_blocks": 5},
     "v32-t128-b8": {"block_v": 32, "threads": 128, "min_blocks": 8},
 }
 """Those that spill for want of registers are built too, and say so."""
@@ -62,7 +64,9 @@ def prepare(root: Path, options: argparse.Namespace) -> None:
     specs = list(dict.fromkeys(specs))
     for name in options.variants:
         schedules: dict[Any, Any] = {
-            spec: DeltaLogDecodeSchedule(**VARIANTS[name]) for spec in specs if spec.kernel == "deltalog_decode"
+            spec: dataclasses.replace(schedule_for(spec, ARCH), **VARIANTS[name])
+            for spec in specs
+            if spec.kernel == "deltalog_decode"
         }
         registry = Registry(root / name)
         for result in build(ARCH, specs, registry, schedules=schedules):

@@ -156,11 +156,10 @@ def fetch_value(
         if thread >= threads - block_v:
             narrow_value[mine, 0] = v[request, token, value_head, first_v + thread - (threads - block_v)]
         if delta:
-            if thread == threads - 1:
-                if wide_gates != 0:
-                    wide_strength[mine, 0] = beta_wide[request, token, value_head]
-                else:
-                    narrow_value[mine, 1] = beta[request, token, value_head]
+            if wide_gates != 0:
+                wide_strength[mine, 0] = beta_wide[request, token, value_head]
+            else:
+                narrow_value[mine, 1] = beta[request, token, value_head]
 
 
 @T.macro

@@ -1,37 +1,43 @@
 """deltalog_step: the decode step proper, one token per request, in one launch and straight through; see `deltalog_decode`.
 
 Nothing is looped over, so no address has to outlive its use, and three barriers are all: log and token are there; weights are
-there; sums over the log are there. A fold takes the log as it lies weighted in shared memory and the token from registers,
-and reads the base again.
+there; sums over the log are there. A fold takes the log as it lies weighted in shared memory, the token as its newest entry,
+behind a barrier of its own, and reads the base again.
 """
 
 from typing import Any
 
 import tilelang.language as T
 
+from kda_tl.kernels.deltalog_quads import (
+    QUAD,
+    QuadTile,
+    fold_quads,
+    load_quads,
+    read_by_elements,
+    read_by_mma,
+    read_entries,
+    split_token,
+)
 from kda_tl.kernels.deltalog_replay import (
-    PAD,
-    ROW_LANES,
-    BaseTile,
+    decay_log,
     elements,
     fetch_token,
     fetch_value,
-    fold_log,
-    load_base,
     log_products,
     publish_token,
     publish_value,
-    read_base,
-    read_log,
     scale_token,
     stage,
     staged,
     store_cursor,
     weigh_log,
 )
-from kda_tl.kernels.tiles.lanes import groups, lanes, own, private, sync, wide
+from kda_tl.kernels.tiles.lanes import groups, lanes, private, sync
 from kda_tl.kernels.tiles.target import TileTarget, assume_multiples, run_time_strides
 from kda_tl.specs.deltalog import CURSOR_ROWS, DeltaLogDecodeSchedule, DeltaLogDecodeSpec
+
+PAD = 8  # floats after each row of writes, so that 4 lanes that read 4 entries meet no bank twice
 
 
 def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: str) -> Any:
@@ -39,8 +45,8 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
     t = TileTarget(arch)
     K, V, D, dtype, capacity = spec.head_dim_k, spec.head_dim_v, spec.decay_size, spec.dtype, spec.capacity
     block_v, delta, read_first = min(schedule.block_v, V), spec.delta, spec.read_first
-    threads = min(schedule.threads, ROW_LANES * block_v)
-    tile = BaseTile(t, threads, block_v * ROW_LANES // threads, K, spec.state_dtype)
+    threads = min(schedule.threads, QUAD * block_v)
+    tile = QuadTile(t, threads, block_v * QUAD // threads, K, spec.state_dtype)
     per_key = D > 1
     tiles_v, copies = V // block_v, block_v // CURSOR_ROWS
     n, seq_len, H, HV, slots, rows, low_rows = T.dynamic("n, seq_len, H, HV, slots, rows, low_rows")
@@ -100,6 +106,15 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
             wide_row = private(t, threads, (-(-K // threads), 4), "float32")
             narrow_value = private(t, threads, (2,), dtype)
             wide_strength = private(t, threads, (1,), "float32")
+            # The token's loads are on their way before the slot is known.
+            fetch_token(
+                t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head,
+                gate_form, has_dt_bias, wide_gates, K, D, read_first,
+            )  # fmt: skip
+            fetch_value(
+                t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
+                block_v, delta,
+            )  # fmt: skip
             live = T.alloc_var("int32", init=0)
             live = 0
             if (slot >= 0) & (slot < slots) & (slot != null_index):
@@ -110,14 +125,14 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
             if live != 0:
                 held = tile.alloc()
                 keys = t.shared((capacity, K), dtype)
-                weighted = t.shared((capacity, K), "float32")
+                weighted = t.shared((capacity + 1, K), "float32")
                 entry_decay = t.shared((capacity, 1), "float32")
-                writes = t.shared((capacity, block_v + PAD), "float32")
+                writes = t.shared((capacity + 1, block_v + PAD), "float32")
                 now = t.shared((2, K), "float32")
                 decay = t.shared((D,), "float32")
                 bonus_row = t.shared((K,), "float32")
                 base_weight = t.shared((K,), "float32")
-                scaled = t.shared((2, K), "float32")
+                scaled = tile.operand()
                 dots = t.shared((capacity, 2), "float32")
                 numbers = t.shared((3,), "float32")
                 strength = t.shared((1,), "float32")
@@ -128,8 +143,6 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 q_sums = private(t, threads, (tile.rows,), "float32")
                 k_total = T.alloc_local((tile.rows,), "float32")
                 q_total = T.alloc_local((tile.rows,), "float32")
-                u = private(t, threads // ROW_LANES, (tile.rows,), "float32")
-                out = T.alloc_local((tile.rows,), dtype)
                 count = T.alloc_var("int32", init=0)
                 window = T.alloc_var("int32", init=0)
                 folds = T.alloc_var("int32", init=0)
@@ -145,15 +158,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                     window = cursor[row, first_copy + thread % copies, 1]
                     if thread == 0:
                         place[0] = slot
-                load_base(tile, held, base, slot, value_head, first_v)
-                fetch_token(
-                    t, threads, narrow, wide_row, q, k, g, g_wide, A_log, dt_bias, bonus, request, 0, head, value_head,
-                    gate_form, has_dt_bias, wide_gates, K, D, read_first,
-                )  # fmt: skip
-                fetch_value(
-                    t, threads, narrow_value, wide_strength, v, beta, beta_wide, request, 0, value_head, first_v, wide_gates,
-                    block_v, delta,
-                )  # fmt: skip
+                load_quads(tile, held, base, slot, value_head, first_v)
                 count = T.max(0, T.min(capacity, count))
                 stage(t, threads, keys, log_k, row, 0, count, capacity, K, elements(dtype))
                 if per_key:
@@ -174,49 +179,60 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 staged(t)
                 sync(t)
                 weigh_log(t, threads, weighted, keys, entry_decay, base_weight, decay, not read_first, count, K, per_key)
-                scale_token(t, threads, scaled, now, base_weight, K)
+                if tile.by_mma:
+                    split_token(tile, scaled, now, base_weight)
+                else:
+                    scale_token(t, threads, scaled, now, base_weight, K)
                 sync(t)
                 log_products(
                     t, threads, weighted, now, dots, numbers, bonus_row, count, K, delta, read_first, scale, normalize
                 )  # fmt: skip
-                read_base(tile, held, scaled, k_sums, q_sums, delta)
+                if tile.by_mma:
+                    read_by_mma(tile, held, scaled, k_sums, q_sums)
+                else:
+                    read_by_elements(tile, held, scaled, k_sums, q_sums, delta)
                 sync(t)
                 out_slot = T.alloc_var("int32", init=0)
                 out_row = T.alloc_var("int64", init=0)
                 out_slot = place[0]
                 out_row = T.cast(out_slot, "int64") * HV + value_head
-                for group in groups(t, threads, ROW_LANES):
-                    read_log(tile, dots, writes, count, group, k_sums, q_sums, k_total, q_total, delta)
-                    mine = own(t, group)
-                    first_row = group * tile.rows
-                    for first in list(range(0, tile.rows, 4)):
-                        for e in wide(t, min(4, tile.rows)):
-                            u[mine, first + e] = values[first_row + first + e]
-                    for r in T.unroll(tile.rows):
-                        if delta:
-                            u[mine, r] = strength[0] * (u[mine, r] - k_total[r] * numbers[0])
-                        out[r] = numbers[1] * (q_total[r] + numbers[2] * u[mine, r])
-                        # The raw key goes into the log: its norm travels with the write.
-                        u[mine, r] = u[mine, r] * numbers[0]
+                for quad in groups(t, threads, QUAD):
+                    read_entries(tile, dots, writes, count, quad, k_sums, q_sums, k_total, q_total, delta)
                     # A lane per row: neighbours in memory are stored by neighbours.
-                    for lane in lanes(t, ROW_LANES):
+                    for lane in lanes(t, QUAD):
                         if lane < tile.rows:
-                            result = T.alloc_var(dtype, init=0)
+                            of_key = T.alloc_var("float32", init=0.0)
+                            of_query = T.alloc_var("float32", init=0.0)
                             write = T.alloc_var("float32", init=0.0)
-                            result = out[0]
-                            write = u[mine, 0]
+                            of_key = k_total[0]
+                            of_query = q_total[0]
                             for r in list(range(1, tile.rows)):
                                 if lane == r:
-                                    result = out[r]
-                                    write = u[mine, r]
-                            o[request, 0, value_head, first_v + first_row + lane] = result
+                                    of_key = k_total[r]
+                                    of_query = q_total[r]
+                            write = values[tile.row(quad, lane)]
+                            if delta:
+                                write = strength[0] * (write - of_key * numbers[0])
+                            o[request, 0, value_head, first_v + tile.row(quad, lane)] = numbers[1] * (
+                                of_query + numbers[2] * write
+                            )
+                            # The raw key goes into the log: its norm travels with the write.
+                            write = write * numbers[0]
                             if folds == 0:
-                                log_u[out_row, count, first_v + first_row + lane] = write
+                                log_u[out_row, count, first_v + tile.row(quad, lane)] = write
+                            else:
+                                writes[count, tile.row(quad, lane)] = write
                 if folds != 0:
-                    fold_log(
-                        tile, base, base_low, out_row, weighted, base_weight, writes, out_slot, value_head, first_v, count,
-                        (u, now, decay), D, read_first,
-                    )  # fmt: skip
+                    if read_first:
+                        decay_log(t, threads, weighted, base_weight, decay, count, K, per_key)
+                    for step in list(range(-(-K // threads))):
+                        for thread in lanes(t, threads):
+                            if step * threads + thread < K:
+                                weighted[count, step * threads + thread] = now[0, step * threads + thread]
+                    sync(t)
+                    fold_quads(
+                        tile, base, base_low, out_row, weighted, base_weight, writes, out_slot, value_head, first_v, count + 1
+                    )
                     count = -1
                     window = merge_every
                 else:
