@@ -63,10 +63,10 @@ def candidates(spec: DeltaLogDecodeSpec, arch: str) -> list[Candidate]:
             return f"divisibility: block_v {schedule.block_v} does not divide V = {V}"
         if schedule.merge_every > capacity:
             return f"divisibility: a log has room for {capacity} entries, not for {schedule.merge_every}"
-        rows = schedule.block_v * ROW_LANES // schedule.threads
-        held = rows * (K // ROW_LANES) * (4 if spec.state_dtype == "float32" else 2) // 4
+        held = schedule.block_v * K // schedule.threads * (4 if spec.state_dtype == "float32" else 2) // 4
         width = 2 if spec.dtype != "float32" else 4
         shared = (capacity + 1) * (K * width + D * 4 + schedule.block_v * 4) + (5 * K + D + schedule.block_v) * 4 + 256
+        shared += 2048 if spec.one_token else 0  # wider padding, and the operand of mma
         strided = 0 if spec.state_v_first else 80  # an address per element
         return objection(Block(schedule.threads, shared, held + 32 + strided, schedule.min_blocks), arch, spare=1)
 

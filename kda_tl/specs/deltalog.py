@@ -125,7 +125,7 @@ class DeltaLogDecodeSchedule(Schedule):
 
     Attributes:
         block_v: rows of the base, which is [V, K], per block; a multiple of 16 that divides V.
-        threads: per block; 8 of them share a row, so that a row is read in full 128-byte segments.
+        threads: per block; 8 of them share a row, or 4 in the step of one token.
         min_blocks: blocks per multiprocessor that the compiler keeps registers free for.
         merge_every: tokens from one fold to the next. Traffic is lowest near sqrt(2 s d^2 / E), s bytes per element of the
             base that a fold writes (and reads beside the base: 1.5 more than a float16 has for bfloat16), E bytes per entry:
