@@ -18,7 +18,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
-from kda_tl.kernels.tiles.decay_products import PartSums, decay_products
+from kda_tl.kernels.tiles.decay_products import SUMS_TOGETHER, PartSums, decay_products
 from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
 from kda_tl.kernels.tiles.operands import LevelOperands
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, barrier, run_time_strides
@@ -44,8 +44,8 @@ def candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
         rows = C // schedule.parts
         held = rows * (2 + 3 * width // 2) if spec.decay == "per_key" else rows * (2 + width)
         operands = C * K * 3 // 2 * width
-        if arch == "sm_90" and width == 2:  # two stages, in columns of 8 with a row more than there are
-            operands = 2 * K * (C + 1 + C // 2 + 1) * width
+        if arch == "sm_90" and width == 2:  # in columns of 8 with a row more than there are
+            operands = K * (C + 1 + C // 2 + 1) * width
         shared = operands + 2 * C * (C + 8) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
         return objection(Block(threads, shared, held + 32, schedule.min_blocks), arch, spare=2)
 
@@ -124,7 +124,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
                 wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 norms = t.shared((2, C), "float32")
-                row_norms = T.alloc_local((2, size), "float32")
+                row_norms = T.alloc_local((2, 4), "float32")
                 squares = t.shared((2, K // 64, C), "float32")
                 log_decays = t.shared((C,), "float32")  # of a scalar decay
                 sums = PartSums(
@@ -170,19 +170,20 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                     whole = T.alloc_local((2,), "float32")
                     for j in t.pair():
                         whole[j] = 0.0
-                    for side in list(range(2)):
-                        for first in list(range(0, size, 4)):
+                    for first in list(range(0, size, 4)):
+                        for side in list(range(2)):
                             for s in T.vectorized(4):
-                                row_norms[side, first + s] = norms[side, part * size + first + s]
-                    for r in T.unroll(size):
-                        for j in t.pair():
-                            wide[j] = raw_k[t.at(part, pair, r, j)]
-                        for j in t.pair():
-                            k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, r]
-                        for j in t.pair():
-                            wide[j] = raw_q[t.at(part, pair, r, j)]
-                        for j in t.pair():
-                            q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, r]
+                                row_norms[side, s] = norms[side, part * size + first + s]
+                        for s in T.unroll(4):
+                            r = first + s
+                            for j in t.pair():
+                                wide[j] = raw_k[t.at(part, pair, r, j)]
+                            for j in t.pair():
+                                k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, s]
+                            for j in t.pair():
+                                wide[j] = raw_q[t.at(part, pair, r, j)]
+                            for j in t.pair():
+                                q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, s]
                     if per_key:
                         if gate_dtype != "float32":
                             for r in T.unroll(size):
@@ -292,16 +293,18 @@ def store_norms(t, raw_q, raw_k, squares, norms, rows, normalize, C, K, parts):
 @T.macro
 def store_squares(t, raw, squares, side, thread, size, K):
     """squares[side, :, i] = sums of squares of row i over a warp's 64 columns."""
-    sums = T.alloc_local((size,), "float32")
-    for r in list(range(size)):
-        sums[r] = 0.0
-        for j in list(range(2)):
-            x = T.cast(raw[r, j], "float32")
-            sums[r] = sums[r] + x * x
+    count = min(size, SUMS_TOGETHER)
+    sums = T.alloc_local((count,), "float32")
+    x = T.alloc_local((2,), "float32")
     lane = thread % 32
-    sum_over_warp(sums, lane, size)
-    if lane % (32 // size) == 0:
-        squares[side, thread % (K // 2) // 32, thread // (K // 2) * size + lane // (32 // size)] = sums[0]
+    for first in list(range(0, size, count)):
+        for r in list(range(count)):
+            for j in t.pair():
+                x[j] = raw[first + r, j]
+            sums[r] = x[0] * x[0] + x[1] * x[1]
+        sum_over_warp(sums, lane, count)
+        if lane % (32 // count) == 0:
+            squares[side, thread % (K // 2) // 32, thread // (K // 2) * size + first + lane // (32 // count)] = sums[0]
 
 
 @T.macro

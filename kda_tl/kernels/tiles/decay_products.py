@@ -27,6 +27,8 @@ from kda_tl.kernels.tiles.operands import WARPGROUP, describe, finish_product, i
 from kda_tl.kernels.tiles.target import barrier
 from kda_tl.kernels.tiles.warp_sums import sum_over_warp
 
+SUMS_TOGETHER = 16  # rows whose sums a thread keeps in registers beside its tiles
+
 
 @dataclass(frozen=True)
 class PartSums:
@@ -43,7 +45,7 @@ def half_blocks(chunk_size: int) -> list[int]:
 
 
 @T.macro
-def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_size, head_dim, parts, h, read_first):
+def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, chunk_size, head_dim, parts, h, read_first):
     """The operands of the level with half-blocks of h rows, of a part or more: a part lies on one side of one reference row."""
     size = chunk_size // parts
     for part, pair in t.each_column_pair(head_dim, parts):
@@ -65,9 +67,7 @@ def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_siz
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.right[o.at(stage, packed + (size - 1 - s), pair, j)] = (
-                        k_rows[t.at(part, pair, size - 1 - s, j)] * narrow[j]
-                    )
+                    o.right[o.at(packed + (size - 1 - s), pair, j)] = k_rows[t.at(part, pair, size - 1 - s, j)] * narrow[j]
                 for j in t.pair():
                     factor[j] = factor[j] * decay[t.at(part, pair, size - 1 - s, j)]
         else:
@@ -99,13 +99,13 @@ def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_siz
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.left[o.at(stage, packed + s, pair, j)] = k_rows[t.at(part, pair, s, j)] * narrow[j]
+                    o.left[o.at(packed + s, pair, j)] = k_rows[t.at(part, pair, s, j)] * narrow[j]
                 for j in t.pair():
-                    o.left[o.at(stage, chunk_size // 2 + packed + s, pair, j)] = q_rows[t.at(part, pair, s, j)] * narrow[j]
+                    o.left[o.at(chunk_size // 2 + packed + s, pair, j)] = q_rows[t.at(part, pair, s, j)] * narrow[j]
 
 
 @T.macro
-def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, head_dim, parts, h, read_first):
+def store_level_within_parts(t, q_rows, k_rows, decay, o, chunk_size, head_dim, parts, h, read_first):
     """The operands of the level with half-blocks of h rows, less than a part."""
     size = chunk_size // parts
     for part, pair in t.each_column_pair(head_dim, parts):
@@ -123,9 +123,7 @@ def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, hea
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.right[o.at(stage, packed + h - 1 - s, pair, j)] = (
-                        k_rows[t.at(part, pair, reference - 1 - s, j)] * narrow[j]
-                    )
+                    o.right[o.at(packed + h - 1 - s, pair, j)] = k_rows[t.at(part, pair, reference - 1 - s, j)] * narrow[j]
             for j in t.pair():
                 factor[j] = 1.0
             for s in T.unroll(h):
@@ -135,16 +133,16 @@ def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, hea
                     for j in t.pair():
                         narrow[j] = factor[j]
                     for j in t.pair():
-                        o.left[o.at(stage, packed + s, pair, j)] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                        o.left[o.at(packed + s, pair, j)] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
                     for j in t.pair():
-                        o.left[o.at(stage, chunk_size // 2 + packed + s, pair, j)] = (
+                        o.left[o.at(chunk_size // 2 + packed + s, pair, j)] = (
                             q_rows[t.at(part, pair, reference + s, j)] * narrow[j]
                         )
                 else:
                     for j in t.pair():
-                        o.left[o.at(stage, packed, pair, j)] = k_rows[t.at(part, pair, reference, j)]
+                        o.left[o.at(packed, pair, j)] = k_rows[t.at(part, pair, reference, j)]
                     for j in t.pair():
-                        o.left[o.at(stage, chunk_size // 2 + packed, pair, j)] = q_rows[t.at(part, pair, reference, j)]
+                        o.left[o.at(chunk_size // 2 + packed, pair, j)] = q_rows[t.at(part, pair, reference, j)]
 
 
 @T.macro
@@ -211,18 +209,19 @@ def decay_products(t, q_rows, k_rows, decay, sums, o, qk, kk, chunk_size, head_d
         desc_left, desc_right = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
         describe(o, desc_left, desc_right)
     for level, h in list(enumerate(levels)):
-        stage = level % 2
+        if o.core and level > 0:
+            finish_product(o)
+            T.sync_threads()
         if h >= size:
-            store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_size, head_dim, parts, h, read_first)
+            store_level_across_parts(t, q_rows, k_rows, decay, sums, o, chunk_size, head_dim, parts, h, read_first)
         else:
-            store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, head_dim, parts, h, read_first)
+            store_level_within_parts(t, q_rows, k_rows, decay, o, chunk_size, head_dim, parts, h, read_first)
         if o.core:
             if level > 0:
-                finish_product(o)
                 store_level_products(t, o, qk, kk, chunk_size, h * 2)
             T.fence_proxy_async()
             T.sync_threads()
-            issue_product(o, desc_left, desc_right, stage)
+            issue_product(o, desc_left, desc_right)
         else:
             barrier(t)
             multiply(t, o)
@@ -243,18 +242,25 @@ def store_own(t, q_rows, k_rows, own, chunk_size, head_dim, parts, bonus):
         for i in T.serial(chunk_size):
             for group in T.serial(head_dim // 64):
                 own[group, i] = 0.0
+    count = min(size, SUMS_TOGETHER)
     for part, pair in t.each_column_pair(head_dim, parts):
-        products = T.alloc_local((size,), "float32")
-        for row in T.unroll(size):
-            products[row] = 0.0
-            for j in T.unroll(2):
-                x = T.cast(q_rows[t.at(part, pair, row, j)], "float32") * T.cast(k_rows[t.at(part, pair, row, j)], "float32")
-                products[row] = products[row] + (x if bonus is None else bonus[pair * 2 + j] * x)
-        if t.is_cpu:
-            for row in T.serial(size):
-                own[0, part * size + row] = own[0, part * size + row] + products[row]
-        else:
-            lane = T.get_thread_binding() % 32
-            sum_over_warp(products, lane, size)
-            if lane % (32 // size) == 0:
-                own[T.truncdiv(pair, 32), part * size + T.truncdiv(lane, 32 // size)] = products[0]
+        products = T.alloc_local((count,), "float32")
+        x, y = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+        for first in list(range(0, size, count)):
+            for row in T.unroll(count):
+                for j in t.pair():
+                    x[j] = q_rows[t.at(part, pair, first + row, j)]
+                for j in t.pair():
+                    y[j] = k_rows[t.at(part, pair, first + row, j)]
+                if bonus is None:
+                    products[row] = x[0] * y[0] + x[1] * y[1]
+                else:
+                    products[row] = bonus[pair * 2] * (x[0] * y[0]) + bonus[pair * 2 + 1] * (x[1] * y[1])
+            if t.is_cpu:
+                for row in T.serial(count):
+                    own[0, part * size + first + row] = own[0, part * size + first + row] + products[row]
+            else:
+                lane = T.get_thread_binding() % 32
+                sum_over_warp(products, lane, count)
+                if lane % (32 // count) == 0:
+                    own[T.truncdiv(pair, 32), part * size + first + T.truncdiv(lane, 32 // count)] = products[0]
