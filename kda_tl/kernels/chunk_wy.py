@@ -30,6 +30,7 @@ from kda_tl.specs.gates import GateForm
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
 
+ROWS_TOGETHER = 16  # rows whose sums a thread holds at once
 BANK_ROWS = 8  # columns more than needed, so that eight rows of float32 lie in different banks
 
 
@@ -42,10 +43,10 @@ def candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
         if threads % 128:
             return f"divisibility: parts * head_dim_k / 2 = {threads} threads are no whole warpgroups"
         rows = C // schedule.parts
-        held = rows * (2 + 3 * width // 2) if spec.decay == "per_key" else rows * (2 + width)
+        held = rows * (2 + width)
         operands = C * K * 3 // 2 * width
-        if arch == "sm_90" and width == 2:  # two stages, in columns of 8 with a row more than there are
-            operands = 2 * K * (C + 1 + C // 2 + 1) * width
+        if arch == "sm_90" and width == 2:  # in columns of 8 with a row more than there are
+            operands = K * (C + 1 + C // 2 + 1) * width
         shared = operands + 2 * C * (C + 8) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
         return objection(Block(threads, shared, held + 32, schedule.min_blocks), arch, spare=2)
 
@@ -69,6 +70,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     per_key, scalar, delta, read_first = spec.decay == "per_key", spec.decay == "scalar", spec.delta, spec.read_first
     parts = schedule.parts
     size = C // parts
+    staged = t.has_mma and dtype != "float32"
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
     num_rates, num_biases, num_bonuses, no_slots, no_heads = T.dynamic("num_rates, num_biases, num_bonuses, no_slots, no_heads")
     q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
@@ -119,13 +121,11 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 decay = t.column_pairs(C, K, "float32", parts)
                 q_rows = t.column_pairs(C, K, operand_dtype, parts)
                 k_rows = t.column_pairs(C, K, operand_dtype, parts)
-                raw_g = decay if gate_dtype == "float32" else t.column_pairs(C, K, gate_dtype, parts)
-                raw_q = q_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
-                raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
                 wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
                 norms = t.shared((2, C), "float32")
-                row_norms = T.alloc_local((2, size), "float32")
-                squares = t.shared((2, K // 64, C), "float32")
+                row_norms = T.alloc_local((2, 4), "float32")
+                totals = t.shared((3, K // 64, C), "float32")
+                diagonal = t.shared((C,), "float32")
                 log_decays = t.shared((C,), "float32")  # of a scalar decay
                 sums = PartSums(
                     t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
@@ -133,10 +133,32 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 beta_tile = t.shared((C,), "float32")
                 bonus_row = t.shared((K,), "float32")
                 operands = LevelOperands.allocate(t, C, K, operand_dtype, parts * K // 2)
-                kk = t.shared((C, C + BANK_ROWS), "float32")
-                qk = t.shared((C, C + BANK_ROWS), "float32")
+                # Staged, tokens come by cp.async into what the products need later only; else straight to registers.
+                if staged:
+                    raw_q = raw_k = T.alloc_shared((2, 2 * C * (C + BANK_ROWS)), dtype)
+                    products = T.view(raw_q, (2, C, C + BANK_ROWS), "float32")
+                else:
+                    products = t.shared((2, C, C + BANK_ROWS), "float32")
+                    raw_q = q_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+                    raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+                staged_g = staged and per_key and gate_dtype != "float32" and operands.core
+                if staged_g:
+                    raw_g = T.view(operands.left, (1, operands.left.shape[0] * operands.left.shape[1]), gate_dtype)
+                else:
+                    raw_g = decay if gate_dtype == "float32" else t.column_pairs(C, K, gate_dtype, parts)
                 rate = T.alloc_var("float32", init=0.0)
 
+                if staged:
+                    stage_rows(q, raw_q, 0, batch, start, rows, head, C, K, parts)
+                    stage_rows(k, raw_k, 1, batch, start, rows, head, C, K, parts)
+                    if staged_g:
+                        stage_rows(g, raw_g, 0, batch, start, rows, value_head, C, K, parts)
+                    T.ptx_commit_group()
+                else:
+                    load_rows(t, k, raw_k, batch, start, rows, head, C, K, parts)
+                    load_rows(t, q, raw_q, batch, start, rows, head, C, K, parts)
+                if per_key and not staged_g:
+                    load_rows(t, g, raw_g, batch, start, rows, value_head, C, K, parts)
                 if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
                     rate = gate_rate(A_log[value_head])
                 if scalar:
@@ -155,46 +177,33 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                 if read_first:
                     for d in t.parallel(K):
                         bonus_row[d] = bonus[head * K + d]
-                for part, pair in t.each_column_pair(K, parts):
-                    first_row = T.alloc_var("int64", init=0)
-                    first_row = start + part * size
-                    if rows == C:
-                        load_rows(
-                            t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, 0, C, head, value_head, part, pair, size, per_key
-                        )
-                    else:
-                        load_rows(t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, part * size, rows, head, value_head,
-                                  part, pair, size, per_key)  # fmt: skip
-                store_norms(t, raw_q, raw_k, squares, norms, rows, normalize, C, K, parts)
+                if staged:
+                    T.ptx_wait_group(0)
+                    T.sync_threads()
+                else:
+                    barrier(t)
+                store_norms(t, staged, raw_q, raw_k, bonus_row if read_first else None, totals, norms, diagonal, rows,
+                            normalize, C, K, parts)  # fmt: skip
                 for part, pair in t.each_column_pair(K, parts):
                     whole = T.alloc_local((2,), "float32")
                     for j in t.pair():
                         whole[j] = 0.0
-                    for side in list(range(2)):
-                        for first in list(range(0, size, 4)):
-                            for s in T.vectorized(4):
-                                row_norms[side, first + s] = norms[side, part * size + first + s]
-                    for r in T.unroll(size):
-                        for j in t.pair():
-                            wide[j] = raw_k[t.at(part, pair, r, j)]
-                        for j in t.pair():
-                            k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, r]
-                        for j in t.pair():
-                            wide[j] = raw_q[t.at(part, pair, r, j)]
-                        for j in t.pair():
-                            q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, r]
                     if per_key:
                         if gate_dtype != "float32":
                             for r in T.unroll(size):
                                 for j in t.pair():
-                                    decay[t.at(part, pair, r, j)] = raw_g[t.at(part, pair, r, j)]
+                                    decay[t.at(part, pair, r, j)] = raw_g[raw_at(t, staged_g, 0, part, pair, r, j, size, K)]
                         if gate_form != int(GateForm.IDENTITY):
                             activate(t, decay, dt_bias, value_head * K, gate_form, rate, lower_bound, part, pair, size)
+                        if rows < C:
+                            for r in T.unroll(size):
+                                if part * size + r >= rows:
+                                    for j in t.pair():
+                                        decay[t.at(part, pair, r, j)] = 0.0
                     for r in T.unroll(size):
                         if per_key:
-                            inside = part * size + r < rows
                             for j in t.pair():
-                                wide[j] = T.if_then_else(inside, decay[t.at(part, pair, r, j)] * LOG2_E, 0.0)
+                                wide[j] = decay[t.at(part, pair, r, j)] * LOG2_E
                         elif scalar:
                             for j in t.pair():
                                 wide[j] = log_decays[part * size + r]
@@ -214,94 +223,147 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
                     for j in t.pair():
                         sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
                 barrier(t)
+                for part, pair in t.each_column_pair(K, parts):
+                    for first in list(range(0, size, 4)):
+                        for side in list(range(2)):
+                            for s in T.vectorized(4):
+                                row_norms[side, s] = norms[side, part * size + first + s]
+                        for s in T.unroll(4):
+                            r = first + s
+                            for j in t.pair():
+                                wide[j] = raw_k[raw_at(t, staged, 1, part, pair, r, j, size, K)]
+                            for j in t.pair():
+                                k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, s]
+                            for j in t.pair():
+                                wide[j] = raw_q[raw_at(t, staged, 0, part, pair, r, j, size, K)]
+                            for j in t.pair():
+                                q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, s]
                 store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
                             C, K, parts, delta, read_first)  # fmt: skip
-                decay_products(t, q_rows, k_rows, decay, sums, operands, qk, kk, C, K, parts,
-                               bonus_row if read_first else None)  # fmt: skip
+                decay_products(t, q_rows, k_rows, decay, sums, diagonal, operands, products, C, K, parts, read_first)
                 barrier(t)
-                for i, j in t.parallel(C, C):
-                    P[slot, value_head, i, j] = T.Select(j <= i, qk[i, j], T.float32(0.0))
+                for i, group in t.parallel(C, C // 4):
+                    row = T.alloc_local((4,), "float32")
+                    for s in T.vectorized(4):
+                        row[s] = products[1, i, group * 4 + s]
+                    for s in list(range(4)):
+                        if group * 4 + s > i:
+                            row[s] = 0.0
+                    for s in T.vectorized(4):
+                        P[slot, value_head, i, group * 4 + s] = row[s]
                 if delta:
                     barrier(t)
-                    unit_lower_inverse(t, kk, beta_tile, qk, C, parts * K // 2)
+                    unit_lower_inverse(t, products, beta_tile, C, parts * K // 2)
                     for i, j in t.parallel(C, C):
-                        A_inv[slot, value_head, i, j] = qk[i, j] * beta_tile[j]
+                        A_inv[slot, value_head, i, j] = products[1, i, j] * beta_tile[j]
 
     return chunk_wy
 
 
-@T.macro
-def load_rows(
-    t, q, k, g, raw_q, raw_k, raw_g, batch, first_row, behind, rows, head, value_head, part, pair, size, per_key
-):  # fmt: skip
-    """A thread's rows of k, q and g, all in flight together. first_row: token of the part's first row, 64 bits wide.
+def raw_at(t, staged, plane, part, pair, row, j, size, K):
+    """Where an element of the tokens lies: in a plane of shared memory, or in registers."""
+    return (plane, (part * size + row) * K + pair * 2 + j) if staged else t.at(part, pair, row, j)
 
-    Rows past the end (behind + row >= rows) read the last one instead, and then count for nothing: a branch around each load
-    would make it wait for the one before. A whole chunk passes constants, and its addresses are one sum each.
+
+@T.macro
+def stage_rows(x, tile, plane, batch, start, rows, head, C, K, parts):
+    """Starts the copy of a chunk's rows of x into a plane of `tile`, 16 bytes a time; rows past the end become 0."""
+    threads, columns = parts * K // 2, 8
+    thread = T.get_thread_binding()
+    for step in T.unroll(C * K // columns // threads):
+        row = step * (threads * columns // K) + thread // (K // columns)
+        column = thread % (K // columns) * columns
+        T.ptx_cp_async(
+            T.access_ptr(tile[plane, row * K + column], "w", columns),
+            T.access_ptr(x[batch, start + row, head, column], "r", columns),
+            columns,
+            predicate=row < rows,
+        )
+
+
+@T.macro
+def load_rows(t, x, raw, batch, start, rows, head, C, K, parts):
+    """A thread's rows of x, all in flight together.
+
+    Rows past the end read the last one instead, and then count for nothing: a branch around each load would make it wait for
+    the one before. A whole chunk has constants, and its addresses are one sum each.
     """
-    for r in T.unroll(size):
-        i = T.min(behind + r, rows - 1) - behind
-        for j in t.pair():
-            raw_k[t.at(part, pair, r, j)] = k[batch, first_row + i, head, pair * 2 + j]
-        for j in t.pair():
-            raw_q[t.at(part, pair, r, j)] = q[batch, first_row + i, head, pair * 2 + j]
-        if per_key:
-            for j in t.pair():
-                raw_g[t.at(part, pair, r, j)] = g[batch, first_row + i, value_head, pair * 2 + j]
-
-
-@T.macro
-def store_norms(t, raw_q, raw_k, squares, norms, rows, normalize, C, K, parts):
-    """norms[0], norms[1]: the factors of the rows of q and k; 0 past the end. squares: scratch, shared [2, K / 64, C]."""
     size = C // parts
-    if t.is_cpu:
-        for side, i in T.grid(2, C):
-            norms[side, i] = T.if_then_else(i < rows, 1.0, 0.0)
-        if normalize != 0:
-            for side, i in T.grid(2, C):
-                squares[side, 0, i] = 0.0
-            for part, pair in t.each_column_pair(K, parts):
-                for r, j in T.grid(size, 2):
-                    squares[0, 0, part * size + r] = squares[0, 0, part * size + r] + T.cast(
-                        raw_q[t.at(part, pair, r, j)], "float32"
-                    ) * T.cast(raw_q[t.at(part, pair, r, j)], "float32")
-                    squares[1, 0, part * size + r] = squares[1, 0, part * size + r] + T.cast(
-                        raw_k[t.at(part, pair, r, j)], "float32"
-                    ) * T.cast(raw_k[t.at(part, pair, r, j)], "float32")
-            for side, i in T.grid(2, C):
-                if i < rows:
-                    norms[side, i] = inverse_norm(squares[side, 0, i])
-    else:
-        thread = T.get_thread_binding()
-        if normalize != 0:
-            store_squares(t, raw_q, squares, 0, thread, size, K)
-            store_squares(t, raw_k, squares, 1, thread, size, K)
-            T.sync_threads()
-        if thread < 2 * C:
-            factor = T.alloc_var("float32", init=1.0)
-            if normalize != 0:
-                total = T.alloc_var("float32", init=0.0)
-                total = squares[thread // C, 0, thread % C]
-                if K > 64:
-                    total = total + squares[thread // C, 1, thread % C]
-                factor = inverse_norm(total)
-            norms[thread // C, thread % C] = T.if_then_else(thread % C < rows, factor, 0.0)
-        T.sync_threads()
+    for part, pair in t.each_column_pair(K, parts):
+        first_row = T.alloc_var("int64", init=0)
+        first_row = start + part * size
+        if rows == C:
+            for r in T.unroll(size):
+                for j in t.pair():
+                    raw[t.at(part, pair, r, j)] = x[batch, first_row + r, head, pair * 2 + j]
+        else:
+            for r in T.unroll(size):
+                i = T.min(part * size + r, rows - 1) - part * size
+                for j in t.pair():
+                    raw[t.at(part, pair, r, j)] = x[batch, first_row + i, head, pair * 2 + j]
 
 
 @T.macro
-def store_squares(t, raw, squares, side, thread, size, K):
-    """squares[side, :, i] = sums of squares of row i over a warp's 64 columns."""
-    sums = T.alloc_local((size,), "float32")
-    for r in list(range(size)):
-        sums[r] = 0.0
-        for j in list(range(2)):
-            x = T.cast(raw[r, j], "float32")
-            sums[r] = sums[r] + x * x
-    lane = thread % 32
-    sum_over_warp(sums, lane, size)
-    if lane % (32 // size) == 0:
-        squares[side, thread % (K // 2) // 32, thread // (K // 2) * size + lane // (32 // size)] = sums[0]
+def store_norms(t, staged, raw_q, raw_k, bonus, totals, norms, diagonal, rows, normalize, C, K, parts):
+    """norms[0], norms[1] [C]: the factors of the rows of q and k; 0 past the end. diagonal [C]: q_i k_i (bonus) of those rows.
+
+    totals: scratch, shared [3, K / 64, C]. All have passed a barrier when it returns.
+    """
+    if normalize != 0:
+        store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, True)
+    else:
+        store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, False)
+    barrier(t)
+    for i in t.parallel(C):
+        total, factor = T.alloc_local((3,), "float32"), T.alloc_local((2,), "float32")
+        for side in list(range(3)):
+            total[side] = totals[side, 0, i]
+            if K > 64 and not t.is_cpu:
+                total[side] = total[side] + totals[side, 1, i]
+        for side in list(range(2)):
+            factor[side] = 0.0
+            if i < rows:
+                factor[side] = 1.0
+                if normalize != 0:
+                    factor[side] = inverse_norm(total[side])
+            norms[side, i] = factor[side]
+        diagonal[i] = T.if_then_else(i < rows, factor[0] * factor[1] * total[2], 0.0)
+    barrier(t)
+
+
+@T.macro
+def store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, squares):
+    """totals[0, :, i], [1, :, i], [2, :, i]: sums over row i of q^2 and k^2, where wanted, and of q k (bonus)."""
+    size = C // parts
+    count = min(size, ROWS_TOGETHER)
+    if t.is_cpu:
+        for side, i in T.grid(3, C):
+            totals[side, 0, i] = 0.0
+    for part, pair in t.each_column_pair(K, parts):
+        sums = T.alloc_local((3, count), "float32")
+        x, y = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+        for first in list(range(0, size, count)):
+            for r in T.unroll(count):
+                for j in t.pair():
+                    x[j] = raw_q[raw_at(t, staged, 0, part, pair, first + r, j, size, K)]
+                for j in t.pair():
+                    y[j] = raw_k[raw_at(t, staged, 1, part, pair, first + r, j, size, K)]
+                if squares:
+                    sums[0, r] = x[0] * x[0] + x[1] * x[1]
+                    sums[1, r] = y[0] * y[0] + y[1] * y[1]
+                if bonus is not None:
+                    for j in t.pair():
+                        y[j] = y[j] * bonus[pair * 2 + j]
+                sums[2, r] = x[0] * y[0] + x[1] * y[1]
+            for side in list(range(0 if squares else 2, 3)):
+                if t.is_cpu:
+                    for r in T.serial(count):
+                        totals[side, 0, part * size + first + r] = totals[side, 0, part * size + first + r] + sums[side, r]
+                else:
+                    lane = T.get_thread_binding() % 32
+                    sum_over_warp(sums, side, lane, count)
+                    if lane % (32 // count) == 0:
+                        totals[side, pair // 32, part * size + first + lane // (32 // count)] = sums[side, 0]
 
 
 @T.macro
@@ -341,6 +403,7 @@ def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, 
     for part, pair in t.each_column_pair(K, parts):
         total = T.alloc_local((2,), "float32")  # not `factor`: see TileTarget.pair
         factor = T.alloc_local((2,), "float32")
+        narrow = T.alloc_local((2,), q_rows.dtype)
         for j in t.pair():
             total[j] = 0.0
         for other in list(range(parts - 1)):
@@ -350,17 +413,19 @@ def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, 
         for j in t.pair():
             factor[j] = T.exp2(total[j])
         for r in T.unroll(size):
-            if read_first:
-                for j in t.pair():
-                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
-            for j in t.pair():
-                factor[j] = factor[j] * decay[t.at(part, pair, r, j)]
             if not read_first:
                 for j in t.pair():
-                    q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * factor[j]
+                    factor[j] = factor[j] * decay[t.at(part, pair, r, j)]
+            for j in t.pair():
+                narrow[j] = factor[j]
+            for j in t.pair():
+                q_decayed[slot, value_head, part * size + r, pair * 2 + j] = q_rows[t.at(part, pair, r, j)] * narrow[j]
+            if read_first:
+                for j in t.pair():
+                    factor[j] = factor[j] * decay[t.at(part, pair, r, j)]
             if delta:
                 for j in t.pair():
-                    k_decayed[slot, value_head, part * size + r, pair * 2 + j] = k_rows[t.at(part, pair, r, j)] * factor[j]
+                    k_decayed[slot, value_head, part * size + r, pair * 2 + j] = k_rows[t.at(part, pair, r, j)] * narrow[j]
         for j in t.pair():
             total[j] = 0.0
         for other in list(range(1, parts)):
@@ -374,8 +439,10 @@ def store_gated(t, q_rows, k_rows, decay, sums, q_decayed, k_decayed, k_to_end, 
             factor[j] = T.exp2(total[j])
         for s in T.unroll(size):
             for j in t.pair():
+                narrow[j] = factor[j]
+            for j in t.pair():
                 k_to_end[slot, value_head, part * size + (size - 1 - s), pair * 2 + j] = (
-                    k_rows[t.at(part, pair, size - 1 - s, j)] * factor[j]
+                    k_rows[t.at(part, pair, size - 1 - s, j)] * narrow[j]
                 )
             for j in t.pair():
                 factor[j] = factor[j] * decay[t.at(part, pair, size - 1 - s, j)]

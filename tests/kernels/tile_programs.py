@@ -31,10 +31,9 @@ def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts
             k_rows = t.column_pairs(C, K, "float32", parts)
             decay = t.column_pairs(C, K, "float32", parts)
             sums = products.PartSums(*(t.shared((parts, K), "float32") for _ in range(3)))
-            bonus_row = t.shared((K,), "float32")
+            diagonal = t.shared((C,), "float32")
             operands = LevelOperands.allocate(t, C, K, "float32", parts * K // 2)
-            qk = t.shared((C, C), "float32")
-            kk = t.shared((C, C), "float32")
+            tiles = t.shared((2, C, C), "float32")
             for part, pair in t.each_column_pair(K, parts):
                 whole = T.alloc_local((2,), "float32")
                 for j in t.pair():
@@ -60,16 +59,17 @@ def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts
                     sums.rest[part, pair * 2 + j] = whole[j]
                 for j in t.pair():
                     sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
-            for d in t.parallel(K):
-                bonus_row[d] = bonus[d]
             for i, j in t.parallel(C, C):
-                qk[i, j] = 0.0
-                kk[i, j] = 0.0
-            products.decay_products(t, q_rows, k_rows, decay, sums, operands, qk, kk, C, K, parts,
-                                    bonus_row if read_first else None)  # fmt: skip
+                tiles[0, i, j] = 0.0
+                tiles[1, i, j] = 0.0
+            for i in t.parallel(C):
+                diagonal[i] = 0.0
+                for d in T.serial(K):
+                    diagonal[i] = diagonal[i] + q[i, d] * k[i, d] * (bonus[d] if read_first else 1.0)
+            products.decay_products(t, q_rows, k_rows, decay, sums, diagonal, operands, tiles, C, K, parts, read_first)
             for i, j in t.parallel(C, C):
-                qk_out[i, j] = qk[i, j]
-                kk_out[i, j] = kk[i, j]
+                qk_out[i, j] = tiles[1, i, j]
+                kk_out[i, j] = tiles[0, i, j]
 
     return decay_products_program
 
@@ -85,16 +85,15 @@ def unit_lower_inverse(target: str, size: int = 64) -> Any:
         out: T.Tensor((size, size), "float32"),
     ):
         with T.Kernel(1, threads=128) as _:
-            tile = t.shared((size, size), "float32")
+            tiles = t.shared((2, size, size), "float32")
             scale = t.shared((size,), "float32")
-            inverse = t.shared((size, size), "float32")
             for i, j in t.parallel(size, size):
-                tile[i, j] = lower[i, j]
+                tiles[0, i, j] = lower[i, j]
             for i in t.parallel(size):
                 scale[i] = row_scale[i]
-            triangular_inverse.unit_lower_inverse(t, tile, scale, inverse, size, 128)
+            triangular_inverse.unit_lower_inverse(t, tiles, scale, size, 128)
             for i, j in t.parallel(size, size):
-                out[i, j] = inverse[i, j]
+                out[i, j] = tiles[1, i, j]
 
     return unit_lower_inverse_program
 

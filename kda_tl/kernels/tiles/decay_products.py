@@ -25,7 +25,6 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles.operands import WARPGROUP, describe, finish_product, issue_product, multiply
 from kda_tl.kernels.tiles.target import barrier
-from kda_tl.kernels.tiles.warp_sums import sum_over_warp
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def half_blocks(chunk_size: int) -> list[int]:
 
 
 @T.macro
-def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_size, head_dim, parts, h, read_first):
+def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, chunk_size, head_dim, parts, h, read_first):
     """The operands of the level with half-blocks of h rows, of a part or more: a part lies on one side of one reference row."""
     size = chunk_size // parts
     for part, pair in t.each_column_pair(head_dim, parts):
@@ -65,9 +64,7 @@ def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_siz
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.right[o.at(stage, packed + (size - 1 - s), pair, j)] = (
-                        k_rows[t.at(part, pair, size - 1 - s, j)] * narrow[j]
-                    )
+                    o.right[o.at(packed + (size - 1 - s), pair, j)] = k_rows[t.at(part, pair, size - 1 - s, j)] * narrow[j]
                 for j in t.pair():
                     factor[j] = factor[j] * decay[t.at(part, pair, size - 1 - s, j)]
         else:
@@ -99,13 +96,13 @@ def store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_siz
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.left[o.at(stage, packed + s, pair, j)] = k_rows[t.at(part, pair, s, j)] * narrow[j]
+                    o.left[o.at(packed + s, pair, j)] = k_rows[t.at(part, pair, s, j)] * narrow[j]
                 for j in t.pair():
-                    o.left[o.at(stage, chunk_size // 2 + packed + s, pair, j)] = q_rows[t.at(part, pair, s, j)] * narrow[j]
+                    o.left[o.at(chunk_size // 2 + packed + s, pair, j)] = q_rows[t.at(part, pair, s, j)] * narrow[j]
 
 
 @T.macro
-def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, head_dim, parts, h, read_first):
+def store_level_within_parts(t, q_rows, k_rows, decay, o, chunk_size, head_dim, parts, h, read_first):
     """The operands of the level with half-blocks of h rows, less than a part."""
     size = chunk_size // parts
     for part, pair in t.each_column_pair(head_dim, parts):
@@ -123,9 +120,7 @@ def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, hea
                 for j in t.pair():
                     narrow[j] = factor[j]
                 for j in t.pair():
-                    o.right[o.at(stage, packed + h - 1 - s, pair, j)] = (
-                        k_rows[t.at(part, pair, reference - 1 - s, j)] * narrow[j]
-                    )
+                    o.right[o.at(packed + h - 1 - s, pair, j)] = k_rows[t.at(part, pair, reference - 1 - s, j)] * narrow[j]
             for j in t.pair():
                 factor[j] = 1.0
             for s in T.unroll(h):
@@ -135,126 +130,86 @@ def store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, hea
                     for j in t.pair():
                         narrow[j] = factor[j]
                     for j in t.pair():
-                        o.left[o.at(stage, packed + s, pair, j)] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
+                        o.left[o.at(packed + s, pair, j)] = k_rows[t.at(part, pair, reference + s, j)] * narrow[j]
                     for j in t.pair():
-                        o.left[o.at(stage, chunk_size // 2 + packed + s, pair, j)] = (
+                        o.left[o.at(chunk_size // 2 + packed + s, pair, j)] = (
                             q_rows[t.at(part, pair, reference + s, j)] * narrow[j]
                         )
                 else:
                     for j in t.pair():
-                        o.left[o.at(stage, packed, pair, j)] = k_rows[t.at(part, pair, reference, j)]
+                        o.left[o.at(packed, pair, j)] = k_rows[t.at(part, pair, reference, j)]
                     for j in t.pair():
-                        o.left[o.at(stage, chunk_size // 2 + packed, pair, j)] = q_rows[t.at(part, pair, reference, j)]
+                        o.left[o.at(chunk_size // 2 + packed, pair, j)] = q_rows[t.at(part, pair, reference, j)]
 
 
 @T.macro
-def store_level_products(t, o, qk, kk, chunk_size, h):
+def store_level_products(t, o, products, chunk_size, h):
     """Scatters a level's product (k rows over q rows) to the pairs it stands for."""
     half = chunk_size // 2
     if o.core:
         # wgmma's accumulator: a warp has 16 rows; a thread, in two of them, two columns of every eight.
         thread = T.get_thread_binding()
+        columns = half * WARPGROUP // o.threads
         side = thread % WARPGROUP // 32 * 16 // half
         first_row = thread % WARPGROUP // 32 * 16 % half + thread % 32 // 4
-        first_pair = thread // WARPGROUP * (half * WARPGROUP // o.threads // 2) + thread % 4
-        if side == 0:
-            store_accumulator(o, kk, first_row, first_pair, half, h)
-        else:
-            store_accumulator(o, qk, first_row, first_pair, half, h)
+        first_pair = thread // WARPGROUP * (columns // 2) + thread % 4
+        for group in list(range(columns // 8)):
+            for upper in list(range(2)):
+                if h > 8 or columns % 16 or upper == group % 2:  # else these eight rows and columns have no pair
+                    i = first_row + upper * 8
+                    pair = first_pair + group * 4
+                    value = group * 4 + upper * 2
+                    if h > 1:
+                        column_pair = pair // (h // 2) * h + pair % (h // 2)
+                        if i // h == pair // (h // 2):
+                            for s in T.vectorized(2):
+                                products[side, i // h * 2 * h + h + i % h, column_pair * 2 + s] = o.product[value + s]
+                    elif i // 2 == pair:  # one of its two columns, j = i
+                        products[side, i * 2 + 1, i * 2] = T.Select(i % 2 == 0, o.product[value], o.product[value + 1])
     else:
         for i, j in t.parallel(chunk_size, half):
             i_half = i % half
             if i_half // h == j // h:
-                row = i_half // h * 2 * h + h + i_half % h
-                column = j // h * 2 * h + j % h
-                if i < half:
-                    kk[row, column] = o.product[i, j]
-                else:
-                    qk[row, column] = o.product[i, j]
+                products[i // half, i_half // h * 2 * h + h + i_half % h, j // h * 2 * h + j % h] = o.product[i, j]
 
 
 @T.macro
-def store_accumulator(o, products, first_row, first_pair, half, h):
-    """A thread's share of `store_level_products`."""
-    columns = half * WARPGROUP // o.threads
-    for group in list(range(columns // 8)):
-        for upper in list(range(2)):
-            if h > 8 or columns % 16 or upper == group % 2:  # else these eight rows and columns have no pair
-                i = first_row + upper * 8
-                pair = first_pair + group * 4
-                value = group * 4 + upper * 2
-                if h > 1:
-                    column_pair = pair // (h // 2) * h + pair % (h // 2)
-                    if i // h == pair // (h // 2):
-                        for s in T.vectorized(2):
-                            products[i // h * 2 * h + h + i % h, column_pair * 2 + s] = o.product[value + s]
-                elif i // 2 == pair:  # one of its two columns, j = i
-                    products[i * 2 + 1, i * 2] = T.Select(i % 2 == 0, o.product[value], o.product[value + 1])
+def decay_products(t, q_rows, k_rows, decay, sums, diagonal, o, products, chunk_size, head_dim, parts, read_first):
+    """Fills the strictly lower part of products[0] (k with k) and the lower part of products[1] (q with k), shared [2, C, >= C]
+    float32. What lies above is not written.
 
-
-@T.macro
-def decay_products(t, q_rows, k_rows, decay, sums, o, qk, kk, chunk_size, head_dim, parts, bonus=None):
-    """Fills the strictly lower part of kk (k with k) and the lower part of qk (q with k), shared [C, >= C] float32. What lies
-    above is not written.
-
-    bonus: shared [K], or None. With it the products are RWKV6's (`read_first`): the diagonal is weighted by it, and kk is not
-    meaningful. Whoever wrote sums and bonus has passed a barrier; qk and kk may be read after the next one.
     q_rows, k_rows, decay: `column_pairs` of [C, K]; rows past the chunk's end hold 0, 0 and 1. sums: `PartSums` of the decays.
-    Scratch: o, the `LevelOperands` of C rows.
+    diagonal: shared [C], q_i with k_i, whose decay is 1. With read_first the products are RWKV6's, and those of
+    k with k not meaningful.
+    Whoever wrote sums and diagonal has passed a barrier; products may be read after the next one. Scratch: o, the
+    `LevelOperands` of C rows.
     """
-    read_first = bonus is not None
     size = chunk_size // parts
-    own = t.shared((head_dim // 64, chunk_size), "float32")
-    store_own(t, q_rows, k_rows, own, chunk_size, head_dim, parts, bonus)
     levels = half_blocks(chunk_size)
     if o.core:
         desc_left, desc_right = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
         describe(o, desc_left, desc_right)
     for level, h in list(enumerate(levels)):
-        stage = level % 2
+        if o.core and level > 0:
+            finish_product(o)
+            T.sync_threads()
         if h >= size:
-            store_level_across_parts(t, q_rows, k_rows, decay, sums, o, stage, chunk_size, head_dim, parts, h, read_first)
+            store_level_across_parts(t, q_rows, k_rows, decay, sums, o, chunk_size, head_dim, parts, h, read_first)
         else:
-            store_level_within_parts(t, q_rows, k_rows, decay, o, stage, chunk_size, head_dim, parts, h, read_first)
+            store_level_within_parts(t, q_rows, k_rows, decay, o, chunk_size, head_dim, parts, h, read_first)
         if o.core:
             if level > 0:
-                finish_product(o)
-                store_level_products(t, o, qk, kk, chunk_size, h * 2)
+                store_level_products(t, o, products, chunk_size, h * 2)
             T.fence_proxy_async()
             T.sync_threads()
-            issue_product(o, desc_left, desc_right, stage)
+            issue_product(o, desc_left, desc_right)
         else:
             barrier(t)
             multiply(t, o)
             barrier(t)
-            store_level_products(t, o, qk, kk, chunk_size, h)
+            store_level_products(t, o, products, chunk_size, h)
     if o.core:
         finish_product(o)
-        store_level_products(t, o, qk, kk, chunk_size, levels[-1])
+        store_level_products(t, o, products, chunk_size, levels[-1])
     for i in t.parallel(chunk_size):
-        qk[i, i] = own[0, i] + (own[1, i] if head_dim > 64 else 0.0)
-
-
-@T.macro
-def store_own(t, q_rows, k_rows, own, chunk_size, head_dim, parts, bonus):
-    """own[:, i] = sum of q_i k_i (bonus): the pairs of a row with itself, whose decay is 1."""
-    size = chunk_size // parts
-    if t.is_cpu:
-        for i in T.serial(chunk_size):
-            for group in T.serial(head_dim // 64):
-                own[group, i] = 0.0
-    for part, pair in t.each_column_pair(head_dim, parts):
-        products = T.alloc_local((size,), "float32")
-        for row in T.unroll(size):
-            products[row] = 0.0
-            for j in T.unroll(2):
-                x = T.cast(q_rows[t.at(part, pair, row, j)], "float32") * T.cast(k_rows[t.at(part, pair, row, j)], "float32")
-                products[row] = products[row] + (x if bonus is None else bonus[pair * 2 + j] * x)
-        if t.is_cpu:
-            for row in T.serial(size):
-                own[0, part * size + row] = own[0, part * size + row] + products[row]
-        else:
-            lane = T.get_thread_binding() % 32
-            sum_over_warp(products, lane, size)
-            if lane % (32 // size) == 0:
-                own[T.truncdiv(pair, 32), part * size + T.truncdiv(lane, 32 // size)] = products[0]
+        products[1, i, i] = diagonal[i]

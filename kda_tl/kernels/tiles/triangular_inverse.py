@@ -17,17 +17,17 @@ TILE_ROWS, TILE_COLUMNS, TILE_INNER = 16, 8, 8
 
 
 @T.macro
-def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
-    """inverse = (I + Diag(row_scale) lower)^-1.
+def unit_lower_inverse(t, tiles, row_scale, size, threads):
+    """tiles[1] = (I + Diag(row_scale) tiles[0])^-1.
 
-    lower: [size, >= size] shared float32, read below its diagonal only, overwritten above it. row_scale: [size] shared float32.
-    inverse: [size, >= size] shared float32, may not alias lower. threads: of the block. Barriers are its own: the operands have
+    tiles: [2, size, >= size] shared float32; of tiles[0], what is below the diagonal is read, and what is above it overwritten.
+    row_scale: [size] shared float32. threads: of the block. Barriers are its own: the operands have
     passed one, and the result may be read at once.
     """
     for i, j in t.parallel(size, size):
-        inverse[i, j] = 0.0
+        tiles[1, i, j] = 0.0
     barrier(t)
-    # Whole warps for every block, a lane for every column of it: a row of `lower` is then one address for the warp.
+    # Whole warps for every block, a lane for every column of it: a row of `tiles[0]` is then one address for the warp.
     for block, column in t.parallel(size // BASE, threads * BASE // size):
         if column < BASE:
             x = T.alloc_local((BASE,), "float32")
@@ -35,61 +35,61 @@ def unit_lower_inverse(t, lower, row_scale, inverse, size, threads):
                 total = T.alloc_var("float32", init=0.0)
                 total = 0.0
                 for m in list(range(i)):
-                    total = total + lower[block * BASE + i, block * BASE + m] * x[m]
+                    total = total + tiles[0, block * BASE + i, block * BASE + m] * x[m]
                 x[i] = T.if_then_else(column == i, 1.0, 0.0) - row_scale[block * BASE + i] * total
             for i in list(range(BASE)):
-                inverse[block * BASE + i, block * BASE + column] = x[i]
+                tiles[1, block * BASE + i, block * BASE + column] = x[i]
     for half in [BASE << level for level in range((size // BASE).bit_length() - 1)]:
         if t.has_mma:
-            merge(lower, row_scale, inverse, size, half, threads // 32)
+            merge(tiles, row_scale, size, half, threads // 32)
         else:
-            merge_by_elements(t, lower, row_scale, inverse, size, half)
+            merge_by_elements(t, tiles, row_scale, size, half)
 
 
 @T.macro
-def merge(lower, row_scale, inverse, size, half, warps):
-    """From inverses of the diagonal blocks of `half` rows to those of twice as many. `lower` above its diagonal is scratch."""
+def merge(tiles, row_scale, size, half, warps):
+    """From inverses of the diagonal blocks of `half` rows to those of twice as many; scratch above the diagonal of tiles[0]."""
     lane = T.get_thread_binding() % 32
     columns = half // TILE_COLUMNS
-    tiles = size // (2 * half) * (half // TILE_ROWS) * columns
+    count = size // (2 * half) * (half // TILE_ROWS) * columns
     total = T.alloc_local((4,), "float32")
     for step in list(range(2)):
         T.sync_threads()
-        for tile_of_warp in list(range(-(-tiles // warps))):
+        for tile_of_warp in list(range(-(-count // warps))):
             tile = T.get_thread_binding() // 32 + tile_of_warp * warps
             base = tile // (half // TILE_ROWS * columns) * 2 * half
             i = tile // columns % (half // TILE_ROWS) * TILE_ROWS
             j = tile % columns * TILE_COLUMNS
-            if tile < tiles:
+            if tile < count:
                 if step == 0:
-                    multiply_tile(total, lower, base + half + i, base, inverse, base, base + j, half, lane)
+                    multiply_tile(total, tiles, 0, base + half + i, base, 1, base, base + j, half, lane)
                 else:
-                    multiply_tile(total, inverse, base + half + i, base + half, lower, base, base + half + j, half, lane)
+                    multiply_tile(total, tiles, 1, base + half + i, base + half, 0, base, base + half + j, half, lane)
                 for upper in list(range(2)):
                     row = i + lane // 4 + upper * 8
                     column = j + lane % 4 * 2
                     for s in T.vectorized(2):
                         if step == 0:
-                            lower[base + row, base + half + column + s] = row_scale[base + half + row] * total[upper * 2 + s]
+                            tiles[0, base + row, base + half + column + s] = row_scale[base + half + row] * total[upper * 2 + s]
                         else:
-                            inverse[base + half + row, base + column + s] = -total[upper * 2 + s]
+                            tiles[1, base + half + row, base + column + s] = -total[upper * 2 + s]
     T.sync_threads()
 
 
 @T.macro
-def multiply_tile(total, a, a_row, a_column, b, b_row, b_column, inner, lane):
-    """total = a[a_row:, a_column:] b[b_row:, b_column:], a 16 x 8 tile in the layout of mma's accumulator, for one warp."""
+def multiply_tile(total, tiles, a, a_row, a_column, b, b_row, b_column, inner, lane):
+    """total = tiles[a, a_row:, a_column:] tiles[b, b_row:, b_column:], 16 x 8 as mma's accumulator has them, for one warp."""
     coarse_a, fine_a = T.alloc_local((4,), "float32"), T.alloc_local((4,), "float32")
     coarse_b, fine_b = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     for v in T.unroll(4):
         total[v] = 0.0
     for step in T.unroll(inner // TILE_INNER):
         for v in T.unroll(4):
-            fine_a[v] = a[a_row + lane // 4 + v % 2 * 8, a_column + step * TILE_INNER + lane % 4 + v // 2 * 4]
+            fine_a[v] = tiles[a, a_row + lane // 4 + v % 2 * 8, a_column + step * TILE_INNER + lane % 4 + v // 2 * 4]
             coarse_a[v] = tf32(fine_a[v])
             fine_a[v] = fine_a[v] - coarse_a[v]
         for v in T.unroll(2):
-            fine_b[v] = b[b_row + step * TILE_INNER + lane % 4 + v * 4, b_column + lane // 4]
+            fine_b[v] = tiles[b, b_row + step * TILE_INNER + lane % 4 + v * 4, b_column + lane // 4]
             coarse_b[v] = tf32(fine_b[v])
             fine_b[v] = fine_b[v] - coarse_b[v]
         for left, right in [(fine_a, coarse_b), (coarse_a, fine_b), (coarse_a, coarse_b)]:
@@ -106,7 +106,7 @@ def tf32(x):
 
 
 @T.macro
-def merge_by_elements(t, lower, row_scale, inverse, size, half):
+def merge_by_elements(t, tiles, row_scale, size, half):
     """`merge` without tensor cores."""
     barrier(t)
     for pair, i, j in t.parallel(size // (2 * half), half, half):
@@ -115,9 +115,10 @@ def merge_by_elements(t, lower, row_scale, inverse, size, half):
         for m in T.serial(half):
             total = (
                 total
-                + lower[pair * 2 * half + half + i, pair * 2 * half + m] * (inverse[pair * 2 * half + m, pair * 2 * half + j])
+                + tiles[0, pair * 2 * half + half + i, pair * 2 * half + m]
+                * (tiles[1, pair * 2 * half + m, pair * 2 * half + j])
             )
-        lower[pair * 2 * half + i, pair * 2 * half + half + j] = row_scale[pair * 2 * half + half + i] * total
+        tiles[0, pair * 2 * half + i, pair * 2 * half + half + j] = row_scale[pair * 2 * half + half + i] * total
     barrier(t)
     for pair, i, j in t.parallel(size // (2 * half), half, half):
         total = T.alloc_var("float32", init=0.0)
@@ -125,8 +126,8 @@ def merge_by_elements(t, lower, row_scale, inverse, size, half):
         for m in T.serial(half):
             total = (
                 total
-                + inverse[pair * 2 * half + half + i, pair * 2 * half + half + m]
-                * (lower[pair * 2 * half + m, pair * 2 * half + half + j])
+                + tiles[1, pair * 2 * half + half + i, pair * 2 * half + half + m]
+                * (tiles[0, pair * 2 * half + m, pair * 2 * half + half + j])
             )
-        inverse[pair * 2 * half + half + i, pair * 2 * half + j] = -total
+        tiles[1, pair * 2 * half + half + i, pair * 2 * half + j] = -total
     barrier(t)
