@@ -116,7 +116,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 # Of a mask nvcc knows that it is not negative: no register for its upper half. tiles_v is a power of two.
                 where[1] = T.bitwise_and(block, tiles_v - 1) * block_v
             else:
-                where[1] = (block - where[0]) * block_v
+                where[1] = (block - where[0]) * block_v  # 0; a plain one makes nvcc order the rest otherwise than was timed
             where[2] = T.truncdiv(value_head * H, HV)
             where[3] = state_indices[where[0]]
             request, first_v, head, slot = where[0], where[1], where[2], where[3]
