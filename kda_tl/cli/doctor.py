@@ -10,7 +10,9 @@ import platform
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +26,11 @@ from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime import dispatcher, driver, environment
 from kda_tl.runtime.errors import UnsupportedDevice
+from kda_tl.specs import schedules
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.schedule_file import ScheduleFileError, read_schedule_file
 
 __all__ = ["Check", "doctor", "examine"]
 
@@ -65,7 +70,7 @@ def doctor(as_json: bool) -> None:
     """Check what kernels need here: to be built, to be found and to run.
 
     Looks at Python and its packages, compilers, the NVIDIA driver, devices and which arch serves each, the registries on the
-    search path, environment variables, and packages that clash. Changes nothing.
+    search path, the schedules of what is built, environment variables, and packages that clash. Changes nothing.
     """
     checks = list(examine())
     if as_json:
@@ -89,6 +94,7 @@ def examine() -> Iterator[Check]:
     yield from _compilers()
     yield from _devices()
     yield from _registries()
+    yield from _schedules()
     yield from _variables()
 
 
@@ -261,6 +267,66 @@ def _registry(registry: Registry) -> Check:
     if (root / "quarantine").is_dir() and any((root / "quarantine").iterdir()):
         return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", f"rm -r {root / 'quarantine'}")
     return Check(subject, "ok", detail)
+
+
+def _schedules() -> Iterator[Check]:
+    """Of every arch that is built, or that a device here has."""
+    needed = {"cpu"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        with suppress(UnsupportedDevice, ValueError):  # told with the device
+            needed.add(dispatcher.device_arch(torch.device("cuda", index)))
+    for registry in registries(None):
+        needed |= set(registry.archs())
+    for arch in ARCHS:
+        if arch in needed:
+            yield _schedule_file(arch)
+
+
+def _schedule_file(arch: str) -> Check:
+    subject, path = f"schedules {arch}", schedules.schedules_folder() / f"{arch}.json"
+    anew = f"kda-tl autotune --arch {arch}"
+    if not path.exists():
+        detail = f"{path}: not there, so that every kernel has its default schedule"
+        return Check(subject, "warning", detail, f"restore it, or {anew}")
+    try:
+        found, problems = read_schedule_file(path, arch)
+    except ScheduleFileError as error:  # autotune overwrites none that it cannot read
+        return Check(subject, "warning", str(error), f"restore it, or rm {path} && {anew}")
+    if problems:
+        detail = f"{path}: entries that are not used: {len(problems)}, the first {problems[0].removeprefix(f'{path}: ')}"
+        return Check(subject, "warning", detail, f"correct or remove what is named, or {anew}")
+    counts = Counter(one.source for classes in found.values() for one in classes)
+    detail = f"{path}: {counted(len(found), 'kernel')}, schedules: "
+    detail += ", ".join(f"{counts[name]} {name}" for name in sorted(counts)) or "none"
+    built = [spec for spec in default_specs(arch) if _is_built(spec, arch)]
+    stale = sum(_built_schedules(spec, arch) != _wanted_schedules(spec, arch) for spec in built)
+    if stale:
+        detail += f"; {stale} of {len(built)} that are built have others"
+        return Check(subject, "warning", detail, f"kda-tl build --arch {arch}")
+    return Check(subject, "ok", detail + (f"; all {len(built)} that are built have theirs" if built else ""))
+
+
+Sizes = list[tuple[int | None, dict[str, object]]]  # by size class: the largest size, the schedule
+
+
+def _wanted_schedules(spec: KernelSpec, arch: str) -> Sizes:
+    return [(one.up_to, one.schedule.as_dict()) for one in schedules.schedule_classes(spec, arch)]
+
+
+def _is_built(spec: KernelSpec, arch: str) -> bool:
+    try:
+        return dispatcher.choose(spec, arch).path is not None
+    except RegistryError:  # told with the registry
+        return False
+
+
+def _built_schedules(spec: KernelSpec, arch: str) -> Sizes | None:
+    """As the metadata say, read without what a look by the registry does to a damaged artifact; None where they cannot be."""
+    try:
+        metas = [(one.up_to, json.loads((one.path / "meta.json").read_text())) for one in dispatcher.choose(spec, arch).classes]
+        return [(up_to, dict(meta["schedule"])) for up_to, meta in metas]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _variables() -> Iterator[Check]:

@@ -3,16 +3,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kda_tl.cli import doctor
+from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher, driver
+from kda_tl.specs import schedules
 from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.defaults import default_specs
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +134,69 @@ def test_registries(run, roots, fill, monkeypatch) -> None:
     found = checks(run, 1)
     assert "is damaged" in [check for check in found if check["subject"] == "registry"][1]["detail"]
     assert only(found, "device cpu")["status"] == "problem"
+
+
+@pytest.fixture
+def schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """cpu.json of a folder of its own."""
+    folder = tmp_path / "schedules"
+    shutil.copytree(schedules.schedules_folder(), folder)
+    monkeypatch.setattr(schedules, "schedules_folder", lambda: folder)
+    return folder / "cpu.json"
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    content = json.loads(path.read_text())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "detail", "fix"),
+    [
+        (lambda path: path.unlink(), "not there", "kda-tl autotune --arch cpu"),
+        (lambda path: path.write_text("{"), "it is not JSON", "&& kda-tl autotune --arch cpu"),
+        (lambda path: path.write_text(edited(path, lambda c: c.update(format=1))), "its format is 1", "restore it, or rm "),
+        (lambda path: path.write_text(edited(path, lambda c: c.update(arch="sm_90"))), "its arch is 'sm_90'", "restore it"),
+        (
+            lambda path: path.write_text(edited(path, lambda c: c["schedules"].update({"nothing[x=1]": {}}))),
+            "entries that are not used: 1, the first nothing[x=1]: ",
+            "correct or remove what is named, or kda-tl autotune --arch cpu",
+        ),
+    ],
+)
+def test_a_schedules_file_that_cannot_be_used(run, schedule_file: Path, break_it, detail: str, fix: str) -> None:
+    break_it(schedule_file)
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "warning" and str(schedule_file) in check["detail"]
+    assert detail in check["detail"] and fix in check["fix"]
+
+
+def test_schedules_are_those_of_what_is_built(run, roots, schedule_file: Path) -> None:
+    assert only(checks(run, 0), "schedules cpu")["status"] == "ok"
+    registry, specs = Registry(roots[1]), default_specs("cpu")[:2]
+    for number, spec in enumerate(specs):
+        sizes = schedules.schedule_classes(spec, "cpu")
+        classes = [{"up_to": one.up_to, "id": f"{number}-{index}", "source": one.source} for index, one in enumerate(sizes)]
+        for one, size in zip(classes, sizes, strict=True):
+            registry.put("artifacts", one["id"], {"lib.so": b""}, {"schedule": size.schedule.as_dict()})
+        registry.publish("cpu", {spec.key: {"kernel": spec.kernel, "classes": classes}})
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "ok" and check["detail"].endswith("all 2 that are built have theirs")
+    changed = schedules.schedule_classes(specs[0], "cpu")[0].schedule.as_dict()
+    name = next(name for name, value in changed.items() if name in ("threads", "parts"))
+    changed[name] = {"threads": 256, "parts": 8}[name]
+    entry = {"classes": [{"up_to": None, "schedule": changed, "source": "model"}]}
+    schedule_file.write_text(edited(schedule_file, lambda content: content["schedules"].update({specs[0].key: entry})))
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "warning" and check["fix"] == "kda-tl build --arch cpu"
+    assert check["detail"].endswith("1 of 2 that are built have others")
+
+
+def test_every_arch_that_is_built_has_its_schedules_told(run, roots, fill) -> None:
+    fill(roots[1])
+    told = [check["subject"] for check in checks(run, 0) if check["subject"].startswith("schedules ")]
+    assert told == ["schedules sm_90", "schedules cpu"]
 
 
 def test_quarantine_is_mentioned(run, roots, fill) -> None:
