@@ -331,12 +331,22 @@ def _built_schedules(spec: KernelSpec, arch: str) -> Sizes | None:
 
 def _variables() -> Iterator[Check]:
     for name in sorted(os.environ):
-        if name.startswith("KDA_TL_") and name not in KNOWN_VARIABLES:
-            close = difflib.get_close_matches(name, KNOWN_VARIABLES, 1)
-            fix = f"unset {name}" + (f", and set {close[0]}" if close else "")
-            yield Check(name, "warning", f"{os.environ[name]!r}, and nothing reads it", fix)
-        elif name in KNOWN_VARIABLES or name in OTHER_VARIABLES:
+        if name in KNOWN_VARIABLES or name in OTHER_VARIABLES:
             yield _variable(name, os.environ[name])
+        elif name.upper().replace("_", "").startswith("KDATL"):
+            meant = _meant(name)
+            fix = f"unset {name}" + (f", and set {meant}" if meant is not None and meant not in os.environ else "")
+            yield Check(name, "warning", f"{os.environ[name]!r}, and nothing reads it", fix)
+
+
+def _meant(name: str) -> str | None:
+    """The variable that a name nobody reads was to be; None where none is close. What all names begin with tells nothing."""
+
+    def told(name: str) -> str:
+        return name.upper().replace("_", "").removeprefix("KDATL")
+
+    close = difflib.get_close_matches(told(name), map(told, KNOWN_VARIABLES), 1, cutoff=0.75)
+    return next((known for known in KNOWN_VARIABLES if [told(known)] == close), None)
 
 
 def _variable(name: str, value: str) -> Check:

@@ -136,6 +136,31 @@ def test_registries(run, roots, fill, monkeypatch) -> None:
     assert only(found, "device cpu")["status"] == "problem"
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KDA_TL_REGISTERY", "KDA_TL_REGISTRY"),
+        ("KDATL_REGISTRY", "KDA_TL_REGISTRY"),
+        ("kda_tl_arch", "KDA_TL_ARCH"),
+        ("KDA_TL_ARHC", "KDA_TL_ARCH"),
+        ("KDA_TL_ONMISS", "KDA_TL_ON_MISS"),
+        ("KDA_TL_NVTX_", "KDA_TL_NVTX"),
+        ("KDA_TL_CACHE", None),
+        ("KDA_TL_PATH", None),
+        ("KDA_TL_TUNE", None),
+        ("KDA_TL_CHUNK", None),
+        ("KDA_TL_", None),
+    ],
+)
+def test_a_name_that_nothing_reads(run, monkeypatch, name: str, meant: str | None) -> None:
+    monkeypatch.setenv(name, "1")
+    check = only(checks(run), name)
+    assert check["status"] == "warning" and check["fix"] == f"unset {name}" + (f", and set {meant}" if meant else "")
+    if meant:
+        monkeypatch.setenv(meant, "")
+        assert only(checks(run), name)["fix"] == f"unset {name}"
+
+
 @pytest.fixture
 def schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """cpu.json of a folder of its own."""
@@ -273,3 +298,4 @@ def test_every_variable_that_something_reads_is_known() -> None:
     root = Path(doctor.__file__).resolve().parents[1]
     used = {name for path in root.rglob("*.py") for name in re.findall(r"\bKDA_TL_[A-Z_]*[A-Z]\b", path.read_text())}
     assert used <= set(doctor.KNOWN_VARIABLES)
+    assert set(doctor.KNOWN_VARIABLES) <= set(re.findall(r"`(KDA_TL_[A-Z_]*)` \|", (root.parent / "README.md").read_text()))
