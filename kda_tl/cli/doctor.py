@@ -23,7 +23,7 @@ import torch
 from kda_tl import __version__
 from kda_tl.cli.shared import json_option, registries, size
 from kda_tl.ops.plan import counted
-from kda_tl.registry import Registry, RegistryError, default_root
+from kda_tl.registry import Registry, RegistryError, default_root, install_command
 from kda_tl.runtime import dispatcher, driver, environment
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.specs import schedules
@@ -37,7 +37,6 @@ __all__ = ["Check", "doctor", "examine"]
 PYTHONS = ((3, 10), (3, 13))
 TVM_FFI = ((0, 1, 11), (0, 1, 13))  # from, below: what libtvm_runtime.so of TileLang 0.1.15 links against
 NVCC_MAJOR = 13
-BUILD_EXTRA = "pip install 'kda-tl[build]'"
 KNOWN_VARIABLES = (*environment.VARIABLES, "KDA_TL_VENV", "KDA_TL_TORCH", "KDA_TL_CHECK")
 OTHER_VARIABLES = ("XDG_CACHE_HOME", "CXX", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
 
@@ -138,7 +137,7 @@ def _tilelang() -> Iterator[Check]:
 
     found = _version("tilelang")
     if found is None:
-        yield Check("tilelang", "warning", "not installed: calling needs none, building does", BUILD_EXTRA)
+        yield Check("tilelang", "warning", "not installed: calling needs none, building does", install_command("build"))
     elif found.split("+")[0] != TILELANG_VERSION:
         detail = f"{found}: calling works beside it, building needs {TILELANG_VERSION}"
         yield Check("tilelang", "warning", detail, f"pip install tilelang=={TILELANG_VERSION}")
@@ -160,7 +159,7 @@ def _compilers() -> Iterator[Check]:
     except (ToolchainError, OSError) as error:
         yield Check("C++ compiler", "warning", f"{error}", "apt-get install g++, or dnf install gcc-c++")
     nvcc = find_nvcc()
-    fix = "install a CUDA 13 toolkit, or pip install 'kda-tl[nvcc]'"
+    fix = f"install a CUDA 13 toolkit, or {install_command('build,nvcc')}"
     if nvcc is None:
         yield Check("nvcc", "warning", "not found: GPU kernels cannot be built here; the cpu's can", fix)
         return

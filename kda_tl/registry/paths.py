@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from .errors import RegistryError
 
-__all__ = ["checkout_root", "default_root", "search_path"]
+__all__ = ["checkout_root", "default_root", "install_command", "search_path"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_artifacts"
@@ -23,6 +24,14 @@ def checkout_root() -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     return root if _PROJECT_NAME.search(text) else None
+
+
+def install_command(extras: str) -> str:
+    """What installs this package with `extras`, for messages: by the path of the repository, since no index has it."""
+    root = checkout_root()
+    if root is not None:
+        return f"pip install {shlex.quote(f'{root}[{extras}]')}"
+    return f"pip install 'CHECKOUT[{extras}]' (CHECKOUT: the path of the kda-tl repository)"
 
 
 def search_path() -> list[Path]:

@@ -19,6 +19,8 @@ from kda_tl.specs import schedules
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.defaults import default_specs
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(autouse=True)
 def plain_machine(roots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_the_lines_that_people_read(run, monkeypatch) -> None:
         ("apache-tvm-ffi", "0.1.9", "problem", "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"),
         ("apache-tvm-ffi", "0.1.11", "ok", ""),
         ("apache-tvm-ffi", "0.1.12.post1", "ok", ""),
-        ("tilelang", None, "warning", "pip install 'kda-tl[build]'"),
+        ("tilelang", None, "warning", f"pip install '{ROOT}[build]'"),
         ("tilelang", "0.1.14", "warning", "pip install tilelang==0.1.15"),
         ("tilelang", "0.1.15+cu130", "ok", ""),
     ],
