@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kda_tl.cli.shared import arch_option, size, table
+from kda_tl.cli.shared import NamedPath, arch_option, size, table
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime.errors import KdaTlError
 from kda_tl.specs.defaults import default_specs
@@ -52,7 +52,7 @@ Ctrl-C.
 
 
 def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(f"--{name}", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+    return click.option(f"--{name}", type=NamedPath(file_okay=False), metavar="DIR", help=help)
 
 
 @click.command(epilog=EPILOG)

@@ -23,7 +23,7 @@ import torch
 from kda_tl import __version__
 from kda_tl.cli.shared import json_option, registries, size
 from kda_tl.ops.plan import counted
-from kda_tl.registry import Registry, RegistryError, default_root, install_command
+from kda_tl.registry import Registry, RegistryError, default_root, install_command, named_roots
 from kda_tl.runtime import dispatcher, driver, environment
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.specs import schedules
@@ -245,7 +245,7 @@ def _registries() -> Iterator[Check]:
 def _registry(registry: Registry) -> Check:
     root, subject = registry.root, "registry"
     if not root.is_dir():
-        named = str(root) in os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep)
+        named = root in named_roots()
         detail = f"{root}: not there" + (", though KDA_TL_REGISTRY names it" if named else "")
         return Check(
             subject, "warning" if named else "ok", detail, f"kda-tl build --arch ARCH --registry {root}" if named else ""

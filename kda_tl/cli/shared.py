@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from kda_tl.registry import Registry, search_path
 from kda_tl.specs.archs import ARCHS
 
 __all__ = [
+    "NamedPath",
     "arch_option",
     "bar",
     "build_command",
@@ -28,12 +30,26 @@ __all__ = [
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class NamedPath(click.Path):
+    """A path that has a name: '' would be the current folder, and is what a variable that is not set leaves in a script."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(path_type=Path, **attributes)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if not os.fspath(value).strip():
+            self.fail("it is empty: name a file or folder, '.' for this one", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def arch_option(help: str, **attributes: Any) -> Decorator:
     return click.option("--arch", type=click.Choice(list(ARCHS)), help=help, **attributes)
 
 
 def registry_option(help: str) -> Decorator:
-    return click.option("--registry", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+    return click.option("--registry", type=NamedPath(file_okay=False), metavar="DIR", help=help)
 
 
 def json_option(help: str) -> Decorator:

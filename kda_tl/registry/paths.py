@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import RegistryError
 
-__all__ = ["checkout_root", "default_root", "install_command", "search_path"]
+__all__ = ["checkout_root", "default_root", "install_command", "named_roots", "search_path"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_artifacts"
@@ -34,13 +34,19 @@ def install_command(extras: str) -> str:
     return f"pip install 'CHECKOUT[{extras}]' (CHECKOUT: the path of the kda-tl repository)"
 
 
+def named_roots() -> list[Path]:
+    """The folders of $KDA_TL_REGISTRY, absolute; parts that are empty or blank are none."""
+    parts = os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep)
+    return [Path(os.path.abspath(os.path.expanduser(part))) for part in parts if part.strip()]
+
+
 def search_path() -> list[Path]:
     """The registry roots in the order of their precedence, whether or not they exist.
 
     $KDA_TL_REGISTRY (one or more folders separated by os.pathsep), build/ of a checkout, the user cache
     ($XDG_CACHE_HOME or ~/.cache)/kda-tl, and the artifacts shipped in a wheel.
     """
-    roots = [Path(os.path.expanduser(part)) for part in os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep) if part]
+    roots = named_roots()
     checkout = checkout_root()
     if checkout is not None:
         roots.append(checkout / "build")

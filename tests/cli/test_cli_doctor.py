@@ -126,9 +126,11 @@ def test_registries(run, roots, fill, monkeypatch) -> None:
     registry = fill(roots[1])
     found = [check for check in checks(run, 0) if check["subject"] == "registry"]
     assert found[1]["status"] == "ok" and "cpu 2, sm_90 1" in found[1]["detail"] and "writable" in found[1]["detail"]
-    monkeypatch.setenv("KDA_TL_REGISTRY", str(roots[0]))
-    first = next(check for check in checks(run, 0) if check["subject"] == "registry")
-    assert first["status"] == "warning" and "KDA_TL_REGISTRY names it" in first["detail"] and "--registry" in first["fix"]
+    monkeypatch.setenv("HOME", str(roots[0].parent))
+    for named in (str(roots[0]), f"~/{roots[0].name}"):
+        monkeypatch.setenv("KDA_TL_REGISTRY", named)
+        first = next(check for check in checks(run, 0) if check["subject"] == "registry")
+        assert first["status"] == "warning" and "KDA_TL_REGISTRY names it" in first["detail"] and "--registry" in first["fix"]
     shutil.rmtree(registry.root / "artifacts" / "cpu-one")
     found = [check for check in checks(run, 1) if check["subject"] == "registry"]
     assert found[1]["status"] == "problem" and "1 listed, but gone" in found[1]["detail"] and "--arch cpu" in found[1]["fix"]

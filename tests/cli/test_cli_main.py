@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -30,6 +31,28 @@ def test_every_help_shows_examples_that_name_real_options(run, command: str) -> 
             named = named.commands[words[2]]
         options = {name for parameter in named.params for name in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in cli.commands.items():
+        if isinstance(command, click.Group):
+            yield from (((name, inner), one) for inner, one in command.commands.items())
+        else:
+            yield (name,), command
+
+
+PATHS = [(words, one) for words, command in commands() for one in command.params if isinstance(one.type, click.Path)]
+
+
+@pytest.mark.parametrize(("words", "one"), PATHS, ids=[" ".join((*words, str(one.name))) for words, one in PATHS])
+def test_an_empty_path_is_not_the_current_folder(run, tmp_path: Path, monkeypatch, words, one: click.Parameter) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [""] if isinstance(one, click.Argument) else [one.opts[0], ""]
+    needed = ["--arch", "cpu"] if words == ("build",) else ["x.tar"] if words[0] == "bundle" and one.name != "file" else []
+    (tmp_path / "x.tar").touch()
+    result = run(*words, *needed, *given)
+    assert result.exit_code == 2 and "it is empty" in result.output
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.tar"]
 
 
 def test_it_runs_as_a_module_without_loading_the_compiler() -> None:

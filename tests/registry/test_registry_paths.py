@@ -44,7 +44,7 @@ def test_order(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert default_root() == checkout / "build"
 
     first, second = tmp_path / "first", tmp_path / "second"
-    monkeypatch.setenv("KDA_TL_REGISTRY", os.pathsep.join([str(first), "", str(second), str(first)]))
+    monkeypatch.setenv("KDA_TL_REGISTRY", os.pathsep.join([str(first), "", str(second), " ", str(first), ""]))
     assert search_path() == [
         first,
         second,
