@@ -10,6 +10,7 @@ import pytest
 
 from kda_tl import __version__
 from kda_tl.cli.main import cli
+from kda_tl.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,9 +56,22 @@ def test_an_empty_path_is_not_the_current_folder(run, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [tmp_path / "x.tar"]
 
 
-def test_it_runs_as_a_module_without_loading_the_compiler() -> None:
-    code = "import sys, runpy; sys.argv[1:] = ['--help']\ntry:\n    runpy.run_module('kda_tl.cli.main', run_name='__main__')\n"
+@pytest.mark.parametrize("module", ["kda_tl", "kda_tl.cli.main"])
+def test_it_runs_as_a_module_without_loading_the_compiler(module: str) -> None:
+    code = f"import sys, runpy; sys.argv[1:] = ['--help']\ntry:\n    runpy.run_module('{module}', run_name='__main__')\n"
     code += "finally:\n    print(sorted({'tilelang', 'tvm'} & {name.split('.')[0] for name in sys.modules}))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "[]" and "Commands:" in ran.stdout
+    assert ran.stdout.startswith("Usage: kda-tl [OPTIONS]")
+
+
+@pytest.mark.tilelang
+def test_as_a_module_it_builds_in_worker_processes(tmp_path: Path) -> None:
+    """Which import the main module again, and must not run the command again."""
+    words = ["build", "--arch", "cpu", "--jobs", "2", "--registry", tmp_path]
+    words += [word for dim in (64, 128) for word in ("--spec", f"intracard_merge[head_dim_k={dim},head_dim_v={dim}]")]
+    ran = subprocess.run([sys.executable, "-m", "kda_tl", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "cpu: 2 programs in" in ran.stdout and ran.stdout.count("Registry ") == 1
+    assert len(Registry(tmp_path).entries("cpu")) == 2
