@@ -24,7 +24,6 @@ from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.runtime.ranges import annotate
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -97,7 +96,7 @@ def plan(op: Op, a: DecodeArguments) -> Plan:
             Launch(
                 p.spec,
                 f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles",
-                problem_size("recurrent_decode", p.N, p.HV),
+                p.size,
             ),
         ),
         workspace_bytes=0,
