@@ -357,6 +357,8 @@ def _variable(name: str, value: str) -> Check:
             environment.on_miss()
         elif name == "KDA_TL_NVTX":
             environment.nvtx()
+        elif name == "KDA_TL_CHECK" and value not in ("", "0", "1"):
+            raise ValueError(f"KDA_TL_CHECK must be 0 or 1, got {value!r}")
     except ValueError as error:
         return Check(name, "problem", str(error), f"unset {name}")
     return Check(name, "ok", repr(value))

@@ -23,7 +23,7 @@ from kda_tl.ops.plan import Launch, Plan
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
-from kda_tl.runtime.ranges import annotate
+from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -60,7 +60,7 @@ def public(op: Op) -> Callable[[Callable[P, DecodeArguments]], Callable[P, Resul
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
         made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 

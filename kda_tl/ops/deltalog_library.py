@@ -32,7 +32,7 @@ from kda_tl.ops.known import Known, any_mode, is_plain, traits
 from kda_tl.ops.plan import Plan
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import check_setting
-from kda_tl.runtime.ranges import annotate
+from kda_tl.runtime.ranges import annotate_op
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 
 __all__ = ["DeltaLogArguments", "plan", "public"]
@@ -89,7 +89,7 @@ def public(op: Op) -> Callable[[Callable[P, tuple[DeltaLogCache, DeltaLogArgumen
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="Tensor")
         made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 

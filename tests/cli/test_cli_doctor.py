@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -25,8 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def plain_machine(roots, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, no variables, two empty registry folders, and nvcc where nobody looks."""
-    import os
-
     for name in list(os.environ):
         if name.startswith("KDA_TL_"):
             monkeypatch.delenv(name)
@@ -111,6 +112,8 @@ def test_packages(run, monkeypatch, package: str, version: str | None, status: s
         ("KDA_TL_ON_MISS", "bild", "problem"),
         ("KDA_TL_ON_MISS", "build", "ok"),
         ("KDA_TL_NVTX", "yes", "problem"),
+        ("KDA_TL_CHECK", "yes", "problem"),
+        ("KDA_TL_CHECK", "0", "ok"),
         ("KDA_TL_REGISTRY", "/nowhere", "ok"),
         ("KDA_TL_SOMETHING_ELSE", "1", "warning"),
         ("CXX", "g++", "ok"),
@@ -120,6 +123,15 @@ def test_variables(run, monkeypatch, name: str, value: str, status: str) -> None
     monkeypatch.setenv(name, value)
     check = only(checks(run), name)
     assert check["status"] == status and repr(value) in check["detail"] and bool(check["fix"]) == (status != "ok")
+
+
+def test_a_wrong_value_does_not_stop_the_command_that_names_it() -> None:
+    environment = {**os.environ, "KDA_TL_NVTX": "2", "KDA_TL_ON_MISS": "2", "KDA_TL_ARCH": "2", "KDA_TL_CHECK": "2"}
+    ran = subprocess.run([sys.executable, "-m", "kda_tl", "doctor", "--json"], cwd=ROOT, env=environment, capture_output=True,
+                         text=True, timeout=300)  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    problems = {check["subject"] for check in json.loads(ran.stdout) if check["status"] == "problem"}
+    assert {"KDA_TL_NVTX", "KDA_TL_ON_MISS", "KDA_TL_ARCH", "KDA_TL_CHECK"} <= problems
 
 
 def test_registries(run, roots, fill, monkeypatch) -> None:
