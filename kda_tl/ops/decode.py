@@ -21,7 +21,7 @@ from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting
+from kda_tl.runtime.environment import CHECK, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.runtime.ranges import annotate_op
 
@@ -111,7 +111,7 @@ def refuse_unknown(op: Op, given: dict[str, Any], known: tuple[str, ...] = ()) -
 
 def key_of(op: Op, a: DecodeArguments) -> object:
     """All that checks and decisions depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() is not None:
+    if check_setting() == CHECK:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, a[:13]):
