@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ import click
 import torch
 
 from kda_tl import __version__
-from kda_tl.cli.shared import json_option, registries, size
+from kda_tl.cli.shared import build_command, json_option, registries, size
 from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root, install_command, named_roots
 from kda_tl.runtime import dispatcher, driver, environment
@@ -157,7 +158,8 @@ def _compilers() -> Iterator[Check]:
         path = cxx_compiler()
         yield Check("C++ compiler", "ok", f"{path}: {version_line(path)}")
     except (ToolchainError, OSError) as error:
-        yield Check("C++ compiler", "warning", f"{error}", "apt-get install g++, or dnf install gcc-c++")
+        fix = "unset CXX" if os.environ.get("CXX") else "apt-get install g++, or dnf install gcc-c++"
+        yield Check("C++ compiler", "warning", f"{error}", fix)
     nvcc = find_nvcc()
     fix = f"install a CUDA 13 toolkit, or {install_command('build,nvcc')}"
     if nvcc is None:
@@ -246,10 +248,12 @@ def _registry(registry: Registry) -> Check:
     root, subject = registry.root, "registry"
     if not root.is_dir():
         named = root in named_roots()
-        detail = f"{root}: not there" + (", though KDA_TL_REGISTRY names it" if named else "")
-        return Check(
-            subject, "warning" if named else "ok", detail, f"kda-tl build --arch ARCH --registry {root}" if named else ""
-        )
+        in_the_way = next((path for path in (root, *root.parents) if path.exists()), root)
+        why = "not there" if in_the_way.is_dir() else f"{in_the_way} is a file"
+        if not named:
+            return Check(subject, "ok", f"{root}: {why}")
+        fix = build_command(None, root) if in_the_way.is_dir() else "name another folder with KDA_TL_REGISTRY"
+        return Check(subject, "warning", f"{root}: {why}, though KDA_TL_REGISTRY names it", fix)
     try:
         counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
         gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
@@ -262,9 +266,11 @@ def _registry(registry: Registry) -> Check:
     detail = f"{root}: {listed}; {size(stored)}, {access}"
     if gone:
         archs = " ".join(f"--arch {arch}" for arch in dict.fromkeys(entry.arch for entry in gone))
-        return Check(subject, "problem", f"{detail}; {len(gone)} listed, but gone", f"kda-tl build {archs} --registry {root}")
+        command = f"kda-tl build {archs} --registry {shlex.quote(str(root))}"
+        return Check(subject, "problem", f"{detail}; {len(gone)} listed, but gone", command)
     if (root / "quarantine").is_dir() and any((root / "quarantine").iterdir()):
-        return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", f"rm -r {root / 'quarantine'}")
+        remove = f"rm -r {shlex.quote(str(root / 'quarantine'))}"
+        return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", remove)
     return Check(subject, "ok", detail)
 
 
@@ -290,7 +296,7 @@ def _schedule_file(arch: str) -> Check:
     try:
         found, problems = read_schedule_file(path, arch)
     except ScheduleFileError as error:  # autotune overwrites none that it cannot read
-        return Check(subject, "warning", str(error), f"restore it, or rm {path} && {anew}")
+        return Check(subject, "warning", str(error), f"restore it, or rm {shlex.quote(str(path))} && {anew}")
     if problems:
         detail = f"{path}: entries that are not used: {len(problems)}, the first {problems[0].removeprefix(f'{path}: ')}"
         return Check(subject, "warning", detail, f"correct or remove what is named, or {anew}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,10 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class NamedPath(click.Path):
-    """A path that has a name: '' would be the current folder, and is what a variable that is not set leaves in a script."""
+    """A path that has a name: '' would be the current folder, and is what a variable that is not set leaves in a script.
+
+    ~ is the home folder, as in KDA_TL_REGISTRY: shells leave it alone in --registry=~/artifacts.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(path_type=Path, **attributes)
@@ -41,7 +45,7 @@ class NamedPath(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value).strip():
             self.fail("it is empty: name a file or folder, '.' for this one", param, ctx)
-        return super().convert(value, param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
 
 
 def arch_option(help: str, **attributes: Any) -> Decorator:
@@ -63,7 +67,7 @@ def registries(only: Path | None) -> list[Registry]:
 
 def build_command(arch: str | None, registry: Path | None) -> str:
     """What to type where something is missing."""
-    where = f" --registry {registry}" if registry is not None else ""
+    where = f" --registry {shlex.quote(str(registry))}" if registry is not None else ""
     return f"kda-tl build --arch {arch or 'ARCH'}{where}" + ("" if arch else f"   (ARCH: {', '.join(ARCHS)})")
 
 

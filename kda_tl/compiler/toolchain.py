@@ -77,9 +77,17 @@ def _nvcc_release(path: str) -> str | None:
 
 
 def cxx_compiler() -> str:
-    """Path of the C++ compiler: $CXX, else g++, c++ or clang++."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and (path := shutil.which(name)):
+    """Path of the C++ compiler: $CXX, else g++, c++ or clang++.
+
+    Raises:
+        ToolchainError: there is none, or CXX names none.
+    """
+    if named := os.environ.get("CXX"):
+        if path := shutil.which(named):
+            return path
+        raise ToolchainError(f"CXX must be the name or path of a C++ compiler, without options, got {named!r}")
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
             return path
     raise ToolchainError("building needs a C++ compiler: install g++ or clang++, or set CXX")
 

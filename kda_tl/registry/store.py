@@ -173,7 +173,7 @@ class Registry:
         path = self._manifest_path(arch)
         try:
             stat = os.stat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a file in the way holds no registry either
             return Manifest(arch)
         except OSError as error:
             raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None

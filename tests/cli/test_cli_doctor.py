@@ -240,6 +240,24 @@ def test_every_arch_that_is_built_has_its_schedules_told(run, roots, fill) -> No
     assert told == ["schedules sm_90", "schedules cpu"]
 
 
+def test_a_compiler_that_is_not_there(run, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -O2")
+    check = only(checks(run), "C++ compiler")
+    assert check["status"] == "warning" and "CXX must be the name or path" in check["detail"] and check["fix"] == "unset CXX"
+
+
+def test_a_file_where_a_registry_should_be(run, roots, monkeypatch) -> None:
+    roots[1].write_text("")
+    found = [check for check in checks(run, 0) if check["subject"] == "registry"]
+    assert found[1]["status"] == "ok" and found[1]["detail"].endswith("is a file")
+    monkeypatch.setenv("KDA_TL_REGISTRY", str(roots[1]))
+    found = checks(run, 0)  # what the others have still serves
+    check = [check for check in found if check["subject"] == "registry"][1]
+    assert check["status"] == "warning" and check["detail"].endswith(f"{roots[1]} is a file, though KDA_TL_REGISTRY names it")
+    assert check["fix"] == "name another folder with KDA_TL_REGISTRY"
+    assert "0 of" in only(found, "device cpu")["detail"]
+
+
 def test_quarantine_is_mentioned(run, roots, fill) -> None:
     registry = fill(roots[0])
     (registry.root / "quarantine" / "x-1").mkdir(parents=True)

@@ -56,6 +56,13 @@ def test_an_empty_path_is_not_the_current_folder(run, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [tmp_path / "x.tar"]
 
 
+def test_a_tilde_is_the_home_folder(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "a home"))
+    result = run("list", "--registry", "~/artifacts")
+    assert result.exit_code == 0 and f"Looked in\n  {tmp_path}/a home/artifacts\n" in result.output
+    assert f"--registry '{tmp_path}/a home/artifacts'" in result.output
+
+
 @pytest.mark.parametrize("module", ["kda_tl", "kda_tl.cli.main"])
 def test_it_runs_as_a_module_without_loading_the_compiler(module: str) -> None:
     code = f"import sys, runpy; sys.argv[1:] = ['--help']\ntry:\n    runpy.run_module('{module}', run_name='__main__')\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -332,6 +333,10 @@ def test_the_cxx_compiler(failing_compiler: Path, tmp_path: Path, monkeypatch) -
     assert toolchain.cxx_compiler() == str(tmp_path / "clang++")
     monkeypatch.setenv("CXX", str(failing_compiler))
     assert toolchain.cxx_compiler() == str(failing_compiler)
+    for named in ("clang++ -O2", str(tmp_path / "nothing")):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(ToolchainError, match=rf"^CXX must be the name or path of .*got {re.escape(repr(named))}$"):
+            toolchain.cxx_compiler()
 
 
 # -- resources -----------------------------------------------------------------------------------------------------------
