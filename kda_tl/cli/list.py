@@ -36,10 +36,15 @@ def list_artifacts(arch: str | None, registry: Path | None, as_json: bool) -> No
     """
     found, failures = [], []
     for where in registries(registry):
-        for name in where.archs() if arch is None else [arch]:
+        try:
+            names = where.archs() if arch is None else [arch]
+        except OSError as error:
+            failures.append(str(error))
+            continue
+        for name in names:
             try:
                 found += [(where, entry, _bytes(entry)) for entry in where.entries(name)]
-            except ManifestError as error:
+            except (ManifestError, OSError) as error:
                 failures.append(str(error))
     if as_json:
         click.echo(json.dumps([_as_dict(*line) for line in found], indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from kda_tl.registry import Registry, search_path
 from kda_tl.specs.archs import ARCHS
 
 __all__ = [
+    "Minutes",
     "NamedPath",
     "arch_option",
     "bar",
@@ -46,6 +48,18 @@ class NamedPath(click.Path):
         if not os.fspath(value).strip():
             self.fail("it is empty: name a file or folder, '.' for this one", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class Minutes(click.FloatRange):
+    """A number of them. NaN is in no range, though no comparison says so."""
+
+    name = "MINUTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        minutes = float(super().convert(value, param, ctx))
+        if math.isnan(minutes):
+            self.fail(f"{value!r} is no number of minutes", param, ctx)
+        return minutes
 
 
 def arch_option(help: str, **attributes: Any) -> Decorator:

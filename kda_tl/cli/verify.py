@@ -35,7 +35,10 @@ def verify(arch: str | None, registry: Path | None, as_json: bool) -> None:
     checked = 0
     failures: list[dict[str, str | None]] = []
     for where in registries(registry):
-        folders, errors = _folders(where, arch)
+        try:
+            folders, errors = _folders(where, arch)
+        except OSError as error:
+            folders, errors = [], [str(error)]
         failures += [{"registry": str(where.root), "path": None, "error": error} for error in errors]
         for folder in folders:
             checked += 1

@@ -96,6 +96,8 @@ def import_bundle(file: Path, registry: Registry, sha256: str | None = None) -> 
         BundleError: it is not a bundle, is damaged, or has another hash. The registry serves what it did before.
         ManifestError: the registry's own manifest is damaged.
     """
+    if os.path.exists(file) and not os.path.isfile(file):  # a device may never end, and a pipe is read once only
+        raise BundleError(f"{file} is not a bundle: it must be a file that can be read twice")
     found = _sha256(file)
     if sha256 is not None and found != sha256.lower():
         raise BundleError(f"{file} has sha256 {found}, not {sha256}")

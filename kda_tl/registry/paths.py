@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import RegistryError
 
-__all__ = ["checkout_root", "default_root", "install_command", "named_roots", "search_path"]
+__all__ = ["checkout_root", "default_root", "install_command", "is_writable", "named_roots", "search_path"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_artifacts"
@@ -65,7 +65,7 @@ def default_root() -> Path:
     """
     candidates = [root for root in search_path() if root != _SHIPPED]
     for root in candidates:
-        if _writable(root):
+        if is_writable(root):
             return root
     tried = ", ".join(map(str, candidates))
     raise RegistryError(f"no writable registry (tried {tried}): set KDA_TL_REGISTRY to a folder that you may write to")
@@ -79,7 +79,7 @@ def _user_cache() -> Path | None:
     return Path(home) / ".cache" if os.path.isabs(home) else None
 
 
-def _writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     """Whether `folder` is, or could be made to be, a folder that this user may write to."""
     existing = folder
     while not os.path.exists(existing) and existing != existing.parent:

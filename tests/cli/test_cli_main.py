@@ -56,6 +56,13 @@ def test_an_empty_path_is_not_the_current_folder(run, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [tmp_path / "x.tar"]
 
 
+@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("verify",), ("gc",), ("bundle", "export", "x.tar")])
+def test_a_folder_that_cannot_be_looked_at_is_named(run, tmp_path: Path, words: tuple[str, ...]) -> None:
+    folder = tmp_path / ("x" * 300)
+    result = run(*words, "--registry", folder)
+    assert result.exit_code == 1 and f"File name too long: '{folder}" in result.output
+
+
 def test_a_tilde_is_the_home_folder(run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "a home"))
     result = run("list", "--registry", "~/artifacts")

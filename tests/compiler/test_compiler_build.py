@@ -14,7 +14,7 @@ import pytest
 
 from kda_tl.compiler import resources, toolchain
 from kda_tl.compiler.errors import BuildError, ToolchainError
-from kda_tl.registry import ManifestError, Registry
+from kda_tl.registry import ManifestError, Registry, RegistryError
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.deltalog import DeltaLogPrepSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -74,6 +74,14 @@ def test_a_complete_registry_may_be_read_only(build, copied: Registry, monkeypat
     assert build.build("cpu", SPECS, copied, jobs=1, isolate=True) == results
     assert build.build("cpu", SPECS, copied, jobs=1) == results
     assert {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")} == before
+
+
+@needs_tilelang
+def test_a_registry_that_cannot_be_written_shows_before_anything_is_compiled(build, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(build, "run_tasks", refuse)
+    (tmp_path / "file").touch()
+    with pytest.raises(RegistryError, match="file/registry cannot be written: name another folder with --registry"):
+        build.build("cpu", SPECS, Registry(tmp_path / "file" / "registry"), jobs=2)
 
 
 @needs_tilelang

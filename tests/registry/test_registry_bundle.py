@@ -181,6 +181,13 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         import_bundle(tmp_path / "none", Registry(tmp_path / "to"))
 
 
+def test_what_cannot_be_read_twice_is_no_bundle(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(BundleError, match=f"{file} is not a bundle: it must be a file that can be read twice"):
+            import_bundle(file, Registry(tmp_path / "to"))
+
+
 def test_the_wrong_hash(registry: Registry, tmp_path: Path) -> None:
     out = export_bundle(registry, tmp_path / "x.tar")
     with pytest.raises(BundleError, match=f"has sha256 {out.sha256}, not {'0' * 64}"):
