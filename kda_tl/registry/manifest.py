@@ -88,7 +88,7 @@ def read_manifest(path: Path, arch: str) -> Manifest:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return Manifest(arch)
     except OSError as error:
         raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None

@@ -173,9 +173,11 @@ class Registry:
         path = self._manifest_path(arch)
         try:
             stat = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):  # a file in the way holds no registry either
+        except FileNotFoundError:
             return Manifest(arch)
         except OSError as error:
+            if isinstance(error, NotADirectoryError) and not self.root.is_dir():  # a file in the way: no registry either
+                return Manifest(arch)
             raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None
         # The inode too: each publish makes a new one, and two of them can share a clock tick and a size.
         version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)

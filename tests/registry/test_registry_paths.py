@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kda_tl.registry import RegistryError, checkout_root, default_root, install_command, paths, search_path
+from kda_tl.registry import (
+    ManifestError,
+    Registry,
+    RegistryError,
+    checkout_root,
+    default_root,
+    install_command,
+    paths,
+    search_path,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,3 +105,12 @@ def test_this_checkout_knows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert checkout_root() == ROOT
     assert ROOT / "build" in search_path()
+
+
+def test_a_file_in_the_way_is_no_registry(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "registry"):
+        assert Registry(root).classes("cpu", "k[one]") == () and Registry(root).entries() == []
+    (tmp_path / "manifest").touch()  # but this folder was to be one
+    with pytest.raises(ManifestError, match=f"cannot read the manifest {tmp_path}/manifest/cpu.json: Not a directory"):
+        Registry(tmp_path).classes("cpu", "k[one]")
