@@ -229,7 +229,8 @@ def _coverage(arch: str, subject: str, about: str) -> Check:
     try:
         found = sum(dispatcher.choose(spec, arch).path is not None for spec in specs)
     except RegistryError as error:
-        return Check(subject, "problem", f"{about}; served by {arch}: {error}", f"kda-tl build --arch {arch}")
+        fix = "mend that registry, or name another with KDA_TL_REGISTRY"
+        return Check(subject, "problem", f"{about}; served by {arch}: {error}", fix)
     detail = f"{about}; served by {arch}, {found} of {len(specs)} kernels built"
     whole = found == len(specs)
     return Check(subject, "ok" if whole else "warning", detail, "" if whole else f"kda-tl build --arch {arch}")
@@ -245,6 +246,15 @@ def _registries() -> Iterator[Check]:
 
 
 def _registry(registry: Registry) -> Check:
+    try:
+        return _found_in(registry)
+    except (RegistryError, OSError) as error:
+        fix = "make it readable, or restore or remove it and run kda-tl build --arch ARCH"
+        return Check("registry", "problem", f"{registry.root}: {error}", fix)
+
+
+def _found_in(registry: Registry) -> Check:
+    """Raises RegistryError or OSError for what cannot be read."""
     root, subject = registry.root, "registry"
     if not root.is_dir():
         named = root in named_roots()
@@ -254,13 +264,10 @@ def _registry(registry: Registry) -> Check:
             return Check(subject, "ok", f"{root}: {why}")
         fix = build_command(None, root) if in_the_way.is_dir() else "name another folder with KDA_TL_REGISTRY"
         return Check(subject, "warning", f"{root}: {why}, though KDA_TL_REGISTRY names it", fix)
-    try:
-        counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
-        gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
-        files = (file for kind in ("artifacts", "support", "quarantine") for file in (root / kind).rglob("*"))
-        stored = sum(file.stat().st_size for file in files if file.is_file())
-    except (RegistryError, OSError) as error:
-        return Check(subject, "problem", str(error), "restore or remove that file, then kda-tl build --arch ARCH")
+    counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
+    gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
+    files = (file for kind in ("artifacts", "support", "quarantine") for file in (root / kind).rglob("*"))
+    stored = sum(file.stat().st_size for file in files if file.is_file())
     listed = ", ".join(f"{arch} {count}" for arch, count in counts.items()) or "empty"
     access = "writable" if os.access(root, os.W_OK | os.X_OK) else "read-only"
     detail = f"{root}: {listed}; {size(stored)}, {access}"
@@ -281,7 +288,8 @@ def _schedules() -> Iterator[Check]:
         with suppress(UnsupportedDevice, ValueError):  # told with the device
             needed.add(dispatcher.device_arch(torch.device("cuda", index)))
     for registry in registries(None):
-        needed |= set(registry.archs())
+        with suppress(RegistryError):  # told with the registry
+            needed |= set(registry.archs())
     for arch in ARCHS:
         if arch in needed:
             yield _schedule_file(arch)

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import math
+from collections import Counter
 from typing import Any
 
 import click
@@ -68,7 +69,7 @@ class Assignment(click.ParamType):
             return name, shape
         try:
             return name, ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets beyond any depth
             return name, text
 
 
@@ -122,6 +123,9 @@ def explain(
     It needs no device: with --arch it tells what a call would do on another machine that has these registries. In Python,
     kda_tl.explain does the same for given tensors.
     """
+    names = Counter(name for name, _ in (*shapes, *options))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise click.UsageError(f"{twice[0]} is given {names[twice[0]]} times by --shape and --set")
     value_heads = heads if value_heads is None else value_heads
     if value_heads % heads:
         raise click.BadParameter(f"{value_heads} is not a multiple of --heads, {heads}", param_hint="--value-heads")

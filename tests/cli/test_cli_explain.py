@@ -149,6 +149,22 @@ def test_flags_take_no_other_words(run) -> None:
     assert result.exit_code == 2 and "output_final_state must be true or false, got 'no'" in result.output
 
 
-@pytest.mark.parametrize("words", ["--shape q", "--shape q=1,x", "--set 3=1", "--set x", "--shape q=1,-2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--shape q",
+        "--shape q=1,x",
+        "--set 3=1",
+        "--set x",
+        "--shape q=1,-2",
+        "--set scale=1 --set scale=2",
+        "--shape q=1 --set q=2",
+    ],
+)
 def test_malformed_assignments(run, words: str) -> None:
     assert run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, *words.split()).exit_code == 2
+
+
+def test_a_value_of_any_depth_is_a_word(run) -> None:
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--set", "scale=" + "-" * 100_000 + "1")
+    assert result.exit_code == 1 and "scale must be a number" in result.output

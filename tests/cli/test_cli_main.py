@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,10 +9,12 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from kda_tl import __version__
 from kda_tl.cli.main import cli
 from kda_tl.registry import Registry
+from kda_tl.specs.kernels import ChunkWySpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +64,25 @@ def test_an_empty_path_is_not_the_current_folder(run, tmp_path: Path, monkeypatc
 def test_a_folder_that_cannot_be_looked_at_is_named(run, tmp_path: Path, words: tuple[str, ...]) -> None:
     folder = tmp_path / ("x" * 300)
     result = run(*words, "--registry", folder)
-    assert result.exit_code == 1 and f"File name too long: '{folder}" in result.output
+    assert result.exit_code == 1 and "File name too long" in result.output and str(folder) in result.output
+
+
+@pytest.mark.parametrize("words", [("list",), ("doctor",), ("explain", "chunk_kda", "--tokens=9", "--heads=1")])
+def test_artifacts_that_may_not_be_looked_at_are_named(run, roots, fill, monkeypatch, words: tuple[str, ...]) -> None:
+    registry = fill(roots[0])
+    registry.publish("cpu", {ChunkWySpec(dtype="float32").key: {"kernel": "chunk_wy", "id": "cpu-one"}})
+    for function in ("stat", "is_dir"):
+        allowed = getattr(Path, function)
+
+        def refuse(path: Path, *args: object, allowed=allowed, **options: object) -> object:
+            if path.parent == registry.root / "artifacts":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return allowed(path, *args, **options)
+
+        monkeypatch.setattr(Path, function, refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(*words)
+    assert result.exit_code == 1 and "Permission denied" in result.output and str(registry.root / "artifacts") in result.output
 
 
 def test_a_tilde_is_the_home_folder(run, tmp_path: Path, monkeypatch) -> None:
