@@ -157,17 +157,22 @@ def explain(
                 dtype=getattr(torch, dtype or ("float32" if name == "cpu" else "bfloat16")),
                 device="meta" if op in DELTALOG_OPS else "cpu",  # a cache has memory of its own: gigabytes at many heads
             )  # fmt: skip
-            _check_flags(op, options)
+            _check_options(op, options)
             plan = PLANNERS[op](**{**inputs, **dict(options)})
             click.echo(json.dumps(_as_dict(plan), indent=2) if as_json else str(plan))
     except (RegistryError, KdaTlError, ValueError, TypeError, NotImplementedError) as error:
         raise click.ClickException(str(error)) from None
 
 
-def _check_flags(op: str, options: tuple[tuple[str, Any], ...]) -> None:
-    """Raises click.BadParameter for a word in place of true or false: an op would take it for true."""
+def _check_options(op: str, options: tuple[tuple[str, Any], ...]) -> None:
+    """Raises click.BadParameter for what the op does not take, and for a word in place of true or false, which it would take
+    for true."""
     parameters = inspect.signature(op_named(op)).parameters
+    others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())  # the op itself tells which
     for name, value in options:
+        if name not in parameters and not others:
+            taken = ", ".join(parameters)
+            raise click.BadParameter(f"{op} has no argument {name!r}; it takes {taken}", param_hint="--set")
         if name in parameters and isinstance(parameters[name].default, bool) and not isinstance(value, bool):
             raise click.BadParameter(f"{name} must be true or false, got {value!r}", param_hint="--set")
 

@@ -165,6 +165,12 @@ def test_malformed_assignments(run, words: str) -> None:
     assert run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, *words.split()).exit_code == 2
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "recurrent_kda", "deltalog_decode_kda"])
+def test_arguments_that_an_op_has_not(run, op: str) -> None:
+    result = run("explain", op, "--tokens", 1, "--heads", 2, "--set", "scael=2")
+    assert result.exit_code in (1, 2) and f"{op} has no argument 'scael'" in result.output.replace("\n", " ")
+
+
 def test_a_value_of_any_depth_is_a_word(run) -> None:
     result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--set", "scale=" + "-" * 100_000 + "1")
     assert result.exit_code == 1 and "scale must be a number" in result.output
