@@ -13,7 +13,7 @@ import pytest
 from built_specs import built_specs
 
 from kda_tl.compiler.errors import BuildError
-from kda_tl.registry import Registry
+from kda_tl.registry import Registry, install_command
 from kda_tl.registry.locks import exclusive
 from kda_tl.specs.archs import ARCHS
 
@@ -36,7 +36,7 @@ def missing(need: str) -> str | None:
 
         return None if torch.cuda.is_available() else "no CUDA device"
     if importlib.util.find_spec("tilelang") is None:
-        return "TileLang is not installed: pip install 'kda-tl[build]'"
+        return f"TileLang is not installed: {install_command('build')}"
     if need == "cuda_compile":
         from kda_tl.compiler.errors import ToolchainError
         from kda_tl.compiler.toolchain import nvcc_compiler

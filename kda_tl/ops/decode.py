@@ -21,10 +21,9 @@ from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting
+from kda_tl.runtime.environment import CHECK, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
-from kda_tl.runtime.ranges import annotate
-from kda_tl.specs.sizes import problem_size
+from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -61,7 +60,7 @@ def public(op: Op) -> Callable[[Callable[P, DecodeArguments]], Callable[P, Resul
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
         made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
@@ -97,7 +96,7 @@ def plan(op: Op, a: DecodeArguments) -> Plan:
             Launch(
                 p.spec,
                 f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles",
-                problem_size("recurrent_decode", p.N, p.HV),
+                p.size,
             ),
         ),
         workspace_bytes=0,
@@ -112,7 +111,7 @@ def refuse_unknown(op: Op, given: dict[str, Any], known: tuple[str, ...] = ()) -
 
 def key_of(op: Op, a: DecodeArguments) -> object:
     """All that checks and decisions depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() is not None:
+    if check_setting() == CHECK:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, a[:13]):

@@ -17,7 +17,6 @@ from kda_tl.ops.decode_checks import DecodeArguments, DecodeProblem, dtype_name
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSpec
 from kda_tl.specs.gates import BetaForm, GateForm
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Decision", "allocate", "carry_out", "decide"]
 
@@ -192,7 +191,7 @@ def _launch(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | None, fi
     elif final is not None:
         state_out, v_first = _pool("initial_state", final, a.state_v_first, may_copy=False)
         flags |= F["STORE_STATE"] | F["V_FIRST_OUT"] * v_first
-    dispatcher.kernel(d.spec, p.arch, device, problem_size("recurrent_decode", p.N, p.HV))(
+    dispatcher.kernel(d.spec, p.arch, device, p.size)(
         q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, offsets, indices, starts, o, state_in, state_out,
         p.N, d.scale, d.lower_bound, flags, d.gate, d.beta, d.null_index,
     )  # fmt: skip

@@ -31,8 +31,8 @@ from kda_tl.ops.deltalog_launch import Call, launch, launches, prep_size
 from kda_tl.ops.known import Known, any_mode, is_plain, traits
 from kda_tl.ops.plan import Plan
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting
-from kda_tl.runtime.ranges import annotate
+from kda_tl.runtime.environment import CHECK, check_setting
+from kda_tl.runtime.ranges import annotate_op
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 
 __all__ = ["DeltaLogArguments", "plan", "public"]
@@ -89,7 +89,7 @@ def public(op: Op) -> Callable[[Callable[P, tuple[DeltaLogCache, DeltaLogArgumen
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="Tensor")
         made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
@@ -157,7 +157,7 @@ def _gate(a: DeltaLogArguments) -> GateForm:
 
 def _key(op: Op, cache: DeltaLogCache, a: DeltaLogArguments) -> object:
     """All that checks depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() is not None or not isinstance(cache, DeltaLogCache):
+    if check_setting() == CHECK or not isinstance(cache, DeltaLogCache):
         return None
     key: list[object] = [op.name, cache.rule, cache.device, cache.arch, cache.dtype, cache.HV, cache.K, cache.V, cache.capacity]
     if not traits(key, a[:10]):

@@ -28,7 +28,6 @@ from kda_tl.runtime import dispatcher
 from kda_tl.runtime.fused import Watch, all_distinct
 from kda_tl.runtime.loader import KernelFunction
 from kda_tl.specs.intracard import ships
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["launch", "launches", "only_scan", "readable", "run_chunk_wy", "workspace_bytes"]
 
@@ -52,20 +51,19 @@ def launches(problem: Problem, decision: Decision | None = None) -> tuple[Launch
     d = decision or decide(problem)
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
-    HV, segments = problem.HV, d.split.segments
-    scans_size = problem_size("chunk_scan", d.split.scans(problem.N), HV)
-    found = [Launch(d.wy, f"{counted(problem.slots, 'chunk slot')} x {heads}", problem_size("chunk_wy", problem.slots, HV))]
+    segments, sizes = d.split.segments, d.sizes
+    found = [Launch(d.wy, f"{counted(problem.slots, 'chunk slot')} x {heads}", sizes.chunk_wy)]
     for scan in d.scans:
         if segments > 1:
             own = counted(problem.N, "sequence")
             cuts = counted(segments - 1, "segment")
-            size = problem_size("intracard_pre_scan", d.split.scans(problem.N), HV)
             tiles = f"tiles of {'K + V' if scan.spec.delta else 'V'}"
-            found.append(Launch(scan.pre_scan, f"{own} x {cuts} x {heads} x {tiles}", size))
-            found.append(Launch(scan.merge, f"{own} x {heads} x V tiles", problem_size("intracard_merge", problem.N, HV)))
-            found.append(Launch(scan.spec, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles", scans_size))
+            found.append(Launch(scan.pre_scan, f"{own} x {cuts} x {heads} x {tiles}", sizes.intracard_pre_scan))
+            found.append(Launch(scan.merge, f"{own} x {heads} x V tiles", sizes.intracard_merge))
+            grid = f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles"
+            found.append(Launch(scan.spec, grid, sizes.chunk_scan))
         else:
-            found.append(Launch(scan.spec, f"{sequences} x {heads} x V tiles", scans_size))
+            found.append(Launch(scan.spec, f"{sequences} x {heads} x V tiles", sizes.chunk_scan))
     return tuple(found)
 
 
@@ -143,7 +141,7 @@ def _same(kernel: KernelFunction) -> KernelFunction:
 def _chunk_wy(d: Decision, x: _Inputs, watched: Watched) -> Workspace:
     problem, device = d.problem, x.q.device
     workspace = Workspace.empty(problem.slots, problem.HV, d.wy.head_dim_k, d.operand_dtype, problem.rule.delta, device)
-    kernel = watched(dispatcher.kernel(d.wy, problem.arch, device, problem_size("chunk_wy", problem.slots, problem.HV)))
+    kernel = watched(dispatcher.kernel(d.wy, problem.arch, device, d.sizes.chunk_wy))
     options = GateOptions(d.gate, x.A_log, x.dt_bias, d.lower_bound, d.beta, d.normalize, x.bonus)
     launch_chunk_wy(kernel, x.q, x.k, x.g, x.beta, options, x.offsets, workspace)
     return workspace
@@ -185,10 +183,10 @@ def _run(
     segments = None
     if d.split.segments > 1:
         segments = _segments(d, scan, v, workspace, offsets, initial_state, watched, scratch)
-    size = problem_size("chunk_scan", d.split.scans(d.problem.N), d.problem.HV)
+    kernel = watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device, d.sizes.chunk_scan))
     launch_chunk_scan(
-        watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device, size)), v, workspace, o, d.scale, offsets, initial_state,
-        final_state, state_dtype=d.state_dtype, pool=pool, segments=segments, states=states,
+        kernel, v, workspace, o, d.scale, offsets, initial_state, final_state, state_dtype=d.state_dtype, pool=pool,
+        segments=segments, states=states,
     )  # fmt: skip
 
 
@@ -233,10 +231,9 @@ def _segments(
     maps = Maps.empty(N, split.segments - 1, HV, K, V, spec.delta, device)
     segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
     scratch += (*maps, segments.states)
-    size = problem_size("intracard_pre_scan", split.scans(N), HV)
-    kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device, size))
+    kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device, d.sizes.intracard_pre_scan))
     launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
-    kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device, problem_size("intracard_merge", N, HV)))
+    kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device, d.sizes.intracard_merge))
     launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
     return segments
 

@@ -24,7 +24,7 @@ from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
 from kda_tl.ops.prefill_decision import key_of, known, remember
-from kda_tl.runtime.ranges import annotate
+from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["public", "register", "run"]
 
@@ -71,7 +71,7 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
         made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
