@@ -14,7 +14,9 @@ from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
-from kda_tl.specs.deltalog import DeltaLogDecodeSpec
+from kda_tl.runtime.fused import Watch, stand_in
+from kda_tl.runtime.loader import KernelFunction
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.gates import BetaForm, GateForm
 from kda_tl.specs.sizes import problem_size
 
@@ -84,8 +86,16 @@ def _prepared(spec: DeltaLogDecodeSpec) -> DeltaLogDecodeSpec:
     return dataclasses.replace(spec, prepared=True)
 
 
-def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
-    """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
+def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool, watch: Watch | None = None) -> None:
+    """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own.
+
+    watch: sees every launch, and the tensors between them.
+    """
+
+    def kernel_of(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> KernelFunction:
+        found = dispatcher.kernel(spec, cache.arch, device, problem_size(spec.kernel, call.q.shape[0], cache.HV))
+        return found if watch is None else watch.of(found)
+
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
     if NAMES[base.dtype] == cache.spec.state_dtype:
@@ -132,21 +142,18 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     if in_two(cache, tokens, verify):
         spec = _prepared(cache.spec)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
-        # Both are there before the first one runs: it writes into the log.
-        prepare, append = (
-            dispatcher.kernel(needed, cache.arch, device, problem_size(needed.kernel, q.shape[0], HV))
-            for needed in (spec.prep_spec, spec)
-        )
+        if watch is not None:
+            watch.scratch.append(prepared)
+        prepare, append = kernel_of(spec.prep_spec), kernel_of(spec)  # both, before the first one runs: it writes into the log
         prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, log_k, log_decay, cursor, indices,
             valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
     elif (spec := _step_spec(cache, tokens, verify)).one_token:
-        step = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
-        step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
+        kernel_of(spec)(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
+        kernel = kernel_of(cache.spec)
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
@@ -164,19 +171,19 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
 @functools.lru_cache(maxsize=256)
 def _absent(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Stands for a tensor that no one reads, and so may outlive any memory pool."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return stand_in(torch.empty((), dtype=dtype, device=device).expand(shape))
 
 
 @functools.lru_cache(maxsize=256)
 def _unread(device: torch.device, HV: int) -> Tensor:
     """Likewise, for a program that asks for a contiguous one."""
-    return torch.empty(HV, dtype=torch.float32, device=device)
+    return stand_in(torch.empty(HV, dtype=torch.float32, device=device))
 
 
 @functools.lru_cache(maxsize=16)
 def _no_low(device: torch.device, V: int, words: int) -> Tensor:
     """Likewise, where a base has no low bits."""
-    return torch.empty((1, V, words), dtype=torch.int32, device=device)
+    return stand_in(torch.empty((1, V, words), dtype=torch.int32, device=device))
 
 
 def _per_value_head(rows: Tensor, HV: int) -> Tensor:

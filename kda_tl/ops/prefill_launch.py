@@ -150,29 +150,33 @@ def _chunk_wy(d: Decision, x: _Inputs, watched: Watched) -> Workspace:
 
 
 def launch(
-    d: Decision, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None, states: Tensor | None = None
-) -> None:
+    d: Decision, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None,
+    states: Tensor | None = None, candidate: Watch | None = None,
+) -> None:  # fmt: skip
     """All kernels of a problem with at least one token and one sequence, on the current stream.
 
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     Where the decision says `pooled`, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
+    candidate: sees every launch, and the tensors between them.
     """
     x = _inputs(d, a)
     tensors = (*x, o, initial_state, None if d.pooled else final_state, states)  # a pool is one tensor
     with dispatcher.device_guard(o.device):
-        if d.fused is not None:
-            d.fused(o.device, *tensors)
+        if d.fused is not None and candidate is None:
+            d.fused(*tensors)
             return
-        watch = Watch() if d.to_fuse and all_distinct(tensors) else None
+        fuse = d.to_fuse and all_distinct(tensors)
+        watch = candidate or (Watch() if fuse else None)
         watched = _same if watch is None else watch.of
         workspace = _chunk_wy(d, x, watched)
-        scratch: list[Tensor] = [part for part in workspace if part.numel() > 0]
+        scratch = [] if watch is None else watch.scratch
+        scratch += [part for part in workspace if part.numel() > 0]
         pool = None if x.indices is None else Pool(x.indices, d.null_index, x.mask)
         for scan in d.scans:
             run = _run if d.whole_v and not d.padding else _run_columns
             run(d, scan, workspace, x.offsets, x.v, o, initial_state, final_state, states, pool, watched, scratch)
-        if watch is not None:
-            d.fused, d.to_fuse = watch.fused(scratch, tensors), False
+        if watch is not None and fuse:
+            d.fused, d.to_fuse = watch.fused(tensors), False
         elif d.whole_v and not d.padding and d.problem.arch != "cpu":
             d.to_fuse = True  # a call that comes a second time will come again
 
