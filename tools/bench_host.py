@@ -114,7 +114,7 @@ def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
     if repeat is not None:
 
         def allocate() -> list[Any]:
-            return [None if like is None else repeated.empty_like(like, memory_format=repeated.contiguous)
+            return [None if like is None else repeated.empty_like(like)
                     for like in (repeat.o, repeat.final)]  # fmt: skip
 
         results = allocate()

@@ -91,7 +91,8 @@ def public(op: Op) -> Callable[[Callable[P, tuple[DeltaLogCache, DeltaLogArgumen
             cache, a = arguments(*args, **kwargs)
             found: Any = None
             if type(cache) is DeltaLogCache and not torch.compiler.is_compiling():
-                found = repeated.call(_names(cache), (*a, *cache.stored, cache.merge_every), VALUED)
+                names = cache.rule, cache.spec.key, cache.arch, cache.launches, cache.merge_every  # the rest, tensors tell
+                found = repeated.call(names, (*a, *cache.stored), VALUED)
                 if isinstance(found, Tensor):
                     return found
             watch: Candidate | None = found
@@ -106,12 +107,6 @@ def public(op: Op) -> Callable[[Callable[P, tuple[DeltaLogCache, DeltaLogArgumen
         return annotate(function, f"kda_tl::{op.name}")
 
     return decorate
-
-
-def _names(cache: DeltaLogCache) -> tuple[object, ...]:
-    """What a cache tells of itself beside its tensors, and a call depends on."""
-    sizes = cache.HV, cache.K, cache.V, cache.capacity
-    return cache.rule, cache.spec.key, cache.device, cache.arch, cache.dtype, cache.launches, *sizes
 
 
 def run(op: Op, cache: DeltaLogCache, a: DeltaLogArguments, watch: Candidate | None = None) -> Tensor:

@@ -38,7 +38,7 @@ is_negated: Callable[[Tensor], bool] = Tensor.is_neg
 requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-empty_like, contiguous, is_grad_enabled = torch.empty_like, torch.contiguous_format, torch.is_grad_enabled
+empty_like, is_grad_enabled = torch.empty_like, torch.is_grad_enabled
 
 
 class Repeat(NamedTuple):
@@ -47,7 +47,7 @@ class Repeat(NamedTuple):
     Attributes:
         tensors: those of the values of a call.
         device: of the launches, a CUDA device's index, or None on the cpu.
-        o, final: of the shape, dtype and device of results; final None where nothing but o is allocated.
+        o, final: as results, without memory; final None where nothing but o is allocated.
         written: which value is written in place, None for none.
         returned: which value is returned beside o; None for `final`.
         alone: o is all that is returned.
@@ -69,8 +69,11 @@ class Table:
 
     def __init__(self, make: Callable[..., Any], valued: Sequence[int]) -> None:
         self.find, self.settle = make(MOST, list(valued))
-        self.find.release_gil = False  # it waits for nothing, and takes less time than to let go and take hold again
+        # They wait for nothing, and take less time than to let go of the interpreter and take hold of it again. And no thread
+        # can hold their lock while another one forks.
+        self.find.release_gil = self.settle.release_gil = False
         self.kept: Known[Repeat] = Known(MOST)
+        self.get = self.kept.get_hashable
 
 
 class Candidate(Watch):
@@ -124,6 +127,7 @@ class Repeated:
     def __init__(self, arguments: Callable[..., Any] | None = None) -> None:
         self._names = [] if arguments is None else list(inspect.signature(arguments).parameters)
         self._tables: Known[Table] = Known(256)
+        self._table = self._tables.get_hashable
 
     def call(self, names: tuple[Any, ...], values: tuple[Any, ...], valued: Sequence[int] = ()) -> Any:
         """What the function returns, a `Candidate` to be watched and settled, or None.
@@ -141,7 +145,7 @@ class Repeated:
         ):
             return None
         key = (registry_setting(), arch_setting(), assumed_arch(), *names)
-        table = self._tables.get(key) or self._new_table(key, names, valued)
+        table = self._table(key) or self._new_table(key, names, valued)
         if table is None:
             return None
         try:
@@ -150,7 +154,7 @@ class Repeated:
             return None
         if ticket <= 0:
             return _candidate(table, -ticket, values) if ticket else None
-        repeat = table.kept.get(ticket & NUMBER)
+        repeat = table.get(ticket & NUMBER)
         if repeat is None:
             return None
         run, kernels, tensors_of, device, like_o, like_final, written, returned, alone = repeat
@@ -161,8 +165,8 @@ class Repeated:
             or (device is not None and current_device() != device)
         ):
             return None
-        o = empty_like(like_o, memory_format=contiguous)
-        final = None if like_final is None else empty_like(like_final, memory_format=contiguous)
+        o = empty_like(like_o)
+        final = None if like_final is None else empty_like(like_final)
         if not run(ticket, o, final):
             return None  # a finalizer has made another call in between
         counts.hits += kernels
@@ -196,5 +200,7 @@ def _candidate(table: Table, number: int, values: tuple[Any, ...]) -> Candidate 
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """One element that counts as many: all but the memory of a tensor."""
-    return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    """All but the memory of a tensor: what `empty_like` asks for."""
+    like = torch.empty_like(tensor)
+    like.untyped_storage().resize_(0)
+    return like

@@ -56,7 +56,9 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lookups]:
 
     monkeypatch.setattr(dispatcher, "kernel", kernel)
     for op in OPS:
-        monkeypatch.setattr(op.repeated, "_tables", Known(8))
+        tables: Known[Any] = Known(8)
+        monkeypatch.setattr(op.repeated, "_tables", tables)
+        monkeypatch.setattr(op.repeated, "_table", tables.get_hashable)
     yield seen
 
 

@@ -73,8 +73,11 @@ struct Known {
   State state;
 };
 
-// The elements of a list of integers in host memory; false where it is none.
+// The elements of a list of integers, where the host has them; false where it is no list, or nobody knows who has them.
 bool AppendElements(const DLTensor& tensor, Key* key) {
+  const auto where = tensor.device.device_type;
+  if (where == kDLCUDA || where == kDLROCM) return true;
+  if (where != kDLCPU && where != kDLCUDAHost && where != kDLROCMHost) return false;
   if (tensor.ndim != 1 || tensor.dtype.code != kDLInt || tensor.dtype.lanes != 1) return false;
   const int64_t step = tensor.strides == nullptr ? 1 : tensor.strides[0];
   for (int64_t i = 0; i < tensor.shape[0]; ++i) {
@@ -140,7 +143,7 @@ bool Append(const AnyView& argument, bool valued, Key* key, char** data) {
     next *= tensor->shape[i];
   }
   if (next > 0) *data = start;
-  return !valued || tensor->device.device_type != kDLCPU || AppendElements(*tensor, key);
+  return !valued || AppendElements(*tensor, key);
 }
 
 class Calls {
