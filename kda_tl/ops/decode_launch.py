@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.decode_checks import DecodeArguments, DecodeProblem, dtype_name
 from kda_tl.ops.repeated import Candidate
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.fused import stand_in
+from kda_tl.runtime.fused import derived, stand_in
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSpec
 from kda_tl.specs.gates import BetaForm, GateForm
 from kda_tl.specs.sizes import problem_size
@@ -159,10 +160,14 @@ def _launch(
     p, none, flags, device = d.problem, d.absent, d.flags, o.device
     q, k, v, decay, strength, bonus, A_log, dt_bias = a[:8]
     if not d.plain:
-        q, k, v = _values(q, d.dtype), _values(k, d.dtype), _values(v, d.dtype)
-        decay = None if decay is None else _values(decay, torch.float32 if flags & F["WIDE_GATE"] else None)
-        strength = None if strength is None else _values(strength, torch.float32 if flags & F["WIDE_BETA"] else None)
-        bonus, A_log, dt_bias = (None if x is None else _values(x, torch.float32) for x in (bonus, A_log, dt_bias))
+
+        def values(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:
+            return None if tensor is None else derived(watch, tensor, lambda x: _values(x, dtype))
+
+        q, k, v = values(q, d.dtype), values(k, d.dtype), values(v, d.dtype)
+        decay = values(decay, torch.float32 if flags & F["WIDE_GATE"] else None)
+        strength = values(strength, torch.float32 if flags & F["WIDE_BETA"] else None)
+        bonus, A_log, dt_bias = (values(x, torch.float32) for x in (bonus, A_log, dt_bias))
     g, beta, g_wide, beta_wide = none.rank[3], none.rank[2], none.wide[3], none.wide[2]
     if decay is not None:
         if decay.dim() == 3:  # one for all keys
@@ -187,8 +192,11 @@ def _launch(
         bonus = none.wide[1]
     elif p.H != p.HV:
         bonus = bonus.unsqueeze(1).expand(p.H, p.HV // p.H, p.K).reshape(p.HV, p.K)
-    offsets = none.integer if a.cu_seqlens is None else a.cu_seqlens.to(torch.int32).contiguous()
-    indices = none.integer if a.state_indices is None else narrowed(a.state_indices)
+    offsets, indices = none.integer, none.integer
+    if a.cu_seqlens is not None:
+        offsets = derived(watch, a.cu_seqlens, lambda offsets: offsets.to(torch.int32).contiguous())
+    if a.state_indices is not None:
+        indices = derived(watch, a.state_indices, narrowed)
     starts, state_in, state_out = none.byte, none.state, none.state
     if state is not None:
         state_in, v_first = _pool("initial_state", state, a.state_v_first, may_copy=not a.inplace)

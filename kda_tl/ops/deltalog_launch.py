@@ -14,7 +14,7 @@ from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.fused import Watch, stand_in
+from kda_tl.runtime.fused import Watch, derived, stand_in
 from kda_tl.runtime.loader import KernelFunction
 from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.gates import BetaForm, GateForm
@@ -103,30 +103,30 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     else:
         staged = join(base, cache.base_low) if base.dtype == torch.bfloat16 else base.float()
     device, dtype = cache.device, cache.dtype
-    q, k, v = _rows(call.q, dtype), _rows(call.k, dtype), _rows(call.v, dtype)
+    q, k, v = (derived(watch, x, lambda x: _rows(x, dtype)) for x in (call.q, call.k, call.v))
     g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
     wide = g.dtype != dtype or (beta is not None and beta.dtype != dtype)
     heads = v.shape[:3]
     narrow_g, narrow_beta = _absent(device, dtype, g.shape), _absent(device, dtype, heads)
     wide_g, wide_beta = _absent(device, torch.float32, g.shape), _absent(device, torch.float32, heads)
     if wide:
-        wide_g = g if g.dtype == torch.float32 else g.float()
+        wide_g = derived(watch, g, Tensor.float)
         if beta is not None:
-            wide_beta = beta if beta.dtype == torch.float32 else beta.float()
+            wide_beta = derived(watch, beta, Tensor.float)
     else:
         narrow_g = g
         narrow_beta = narrow_beta if beta is None else beta
     HV, K = cache.HV, cache.K
     D = cache.spec.decay_size
-    A_log = _unread(device, HV) if call.A_log is None else _float(call.A_log)
+    A_log = _unread(device, HV) if call.A_log is None else derived(watch, call.A_log, _float)
     if call.dt_bias is None:
         dt_bias = _absent(device, torch.float32, (HV, D))
     else:
-        dt_bias = _float(call.dt_bias)
+        dt_bias = derived(watch, call.dt_bias, _float)
         dt_bias = dt_bias if dt_bias.dim() == 2 else dt_bias.reshape(HV, D)
     bonus = _absent(device, torch.float32, (HV, K)) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
-    indices = narrowed(call.state_indices).contiguous()
-    valid = indices if call.valid is None else narrowed(call.valid).contiguous()
+    indices = derived(watch, call.state_indices, _integers)
+    valid = indices if call.valid is None else derived(watch, call.valid, _integers)
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
     # Programs know a slot and a head as one row.
     log_k, log_u, log_decay, cursor = (x.flatten(0, 1) for x in (cache.log_k, cache.log_u, cache.log_decay, cache.cursor))
@@ -188,6 +188,10 @@ def _no_low(device: torch.device, V: int, words: int) -> Tensor:
 
 def _per_value_head(rows: Tensor, HV: int) -> Tensor:
     return rows if rows.shape[0] == HV else rows.repeat_interleave(HV // rows.shape[0], 0)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return narrowed(tensor).contiguous()
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ recognised in native code by all that a decision may depend on: shapes, strides,
 offsets that the host has. Its results are allocated here, by torch, and its kernels launched by one more native call. Whatever
 is not plain (a compiler, a mode, a subclass, a gradient, a lazily negated view) or not known takes the way of a first call.
 
-Of the call that comes second the kernels are watched. Where all their tensors are the caller's, or views of these, or results
-or scratch, nothing but the launches has to be done again, and they are kept; else every call takes the way of the first.
+Of the call that comes second the kernels are watched. Where all their tensors are the caller's, or views or conversions of
+these, or results or scratch, nothing else has to be done again; if not, every call takes the way of the first.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Repeat(NamedTuple):
     """What calls of one number do.
 
     Attributes:
+        derived: of which values something is made before the launches, and what.
         tensors: those of the values of a call.
         device: of the launches, a CUDA device's index, or None on the cpu.
         o, final: as results, without memory; final None where nothing but o is allocated.
@@ -55,6 +56,7 @@ class Repeat(NamedTuple):
 
     run: Callable[..., bool]
     kernels: int
+    derived: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
     tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]]
     device: int | None
     o: Tensor
@@ -108,12 +110,18 @@ class Candidate(Watch):
         place = None if written is None else self._place(written)
         if (returned is None and others[0] is not final) or (place is None and written is not None):
             return None
-        run = self.recognised(self._number, (o, final), values)
+        derived = []
+        for source, function, _ in self.derivations:
+            index = self._place(source)
+            if index is None:
+                return None
+            derived.append((index, function))
+        run = self.recognised(self._number, (o, final, *(made.result for made in self.derivations)), values)
         if run is None:
             return None
         tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         return Repeat(
-            run, self.kernels, itemgetter(*tensors), o.device.index if o.is_cuda else None, _like(o),
+            run, self.kernels, tuple(derived), itemgetter(*tensors), o.device.index if o.is_cuda else None, _like(o),
             None if final is None else _like(final), place, returned, alone,
         )  # fmt: skip
 
@@ -157,7 +165,7 @@ class Repeated:
         repeat = table.get(ticket & NUMBER)
         if repeat is None:
             return None
-        run, kernels, tensors_of, device, like_o, like_final, written, returned, alone = repeat
+        run, kernels, derived, tensors_of, device, like_o, like_final, written, returned, alone = repeat
         tensors = tensors_of(values)
         if (
             any(map(is_negated, tensors))
@@ -167,7 +175,7 @@ class Repeated:
             return None
         o = empty_like(like_o)
         final = None if like_final is None else empty_like(like_final)
-        if not run(ticket, o, final):
+        if not (run(ticket, o, final, *[f(values[i]) for i, f in derived]) if derived else run(ticket, o, final)):
             return None  # a finalizer has made another call in between
         counts.hits += kernels
         if written is not None:

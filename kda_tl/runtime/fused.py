@@ -18,7 +18,7 @@ from torch import Tensor
 from kda_tl.runtime.counters import counts
 from kda_tl.runtime.loader import KernelFunction
 
-__all__ = ["Fused", "Watch", "all_distinct", "native", "stand_in"]
+__all__ = ["Derivation", "Fused", "Watch", "all_distinct", "derived", "native", "stand_in"]
 
 ALIGNMENT = 512  # bytes; TMA asks for 16, torch's allocator gives 512
 TYPE_CODES = {torch.float32: 2, torch.float16: 2, torch.bfloat16: 4, torch.int32: 0, torch.uint8: 1}  # DLPack's
@@ -49,6 +49,25 @@ def stand_in(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Derivation(NamedTuple):
+    """What a call makes of one of its tensors by torch's own operations, before the launches: a conversion, a copy."""
+
+    source: Tensor
+    function: Callable[[Tensor], Tensor]
+    result: Tensor
+
+
+def derived(watch: Watch | None, source: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """function(source), of which `watch` is told where it is more than another view of the same memory.
+
+    function: depends on nothing else that a later call could have otherwise.
+    """
+    result = function(source)
+    if watch is not None and result.data_ptr() != source.data_ptr():
+        watch.derivations.append(Derivation(source, function, result))
+    return result
+
+
 def native(name: str) -> Callable[..., Any] | None:
     """A function of launches.cc; None before an artifact for a GPU was loaded, where an older version built it, or where torch
     does not lend its allocator to TVM-FFI."""
@@ -61,10 +80,17 @@ def native(name: str) -> Callable[..., Any] | None:
 
 
 class Watch:
-    """Records the launches of one call, which it makes as well. scratch: what is written and read again within a call."""
+    """Records the launches of one call, which it makes as well.
+
+    Attributes:
+        kernels: how many were looked up.
+        scratch: what is written and read again within a call.
+        derivations: what is made of the call's tensors before the launches.
+    """
 
     def __init__(self) -> None:
-        self.kernels = 0  # that were looked up
+        self.kernels = 0
+        self.derivations: list[Derivation] = []
         self.launches: list[tuple[KernelFunction, tuple[Any, ...]]] = []
         self.scratch: list[Tensor] = []
 

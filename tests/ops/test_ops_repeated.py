@@ -91,6 +91,29 @@ def test_a_call_that_comes_again_gives_the_same_bits(subject: Subject, lookups: 
         assert not again or hits == len(lookups)
 
 
+CONVERTED: dict[str, dict[str, torch.dtype]] = {
+    "chunk kda 128": {"cu_seqlens": torch.int64, "beta": torch.bfloat16, "A_log": torch.float16, "dt_bias": torch.bfloat16},
+    "recurrent kda 128": {"cu_seqlens": torch.int64, "state_indices": torch.int64, "dt_bias": torch.float16},
+    "deltalog kda": {"state_indices": torch.int64, "valid": torch.int64, "beta": torch.float16, "A_log": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_what_is_converted_is_converted_each_time(name: str, lookups: Lookups) -> None:
+    subject = next(each for each in SUBJECTS if each.name == name)
+    x, y = subject_inputs(subject), subject_inputs(subject)
+    for z in (x, y):
+        z.update({key: z[key].to(dtype) for key, dtype in CONVERTED[name].items()})
+    kept = {"cu_seqlens", "valid"} | ({"state_indices"} if "cache" in x else set())  # a log's slots count by value on the host
+    for seed in range(4):
+        for key in CONVERTED[name].keys() - kept:
+            x[key] = y[key] = x[key].roll(seed, 0)
+        lookups.clear()
+        found = subject.call(x)
+        assert (not lookups) == (seed > 1)
+        assert all(every_op.same(a, b) for a, b in zip(found, plain(lambda: subject.call(y)), strict=True))
+
+
 def inputs(seed: int = 0, T: int = 70, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
 
