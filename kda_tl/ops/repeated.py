@@ -202,7 +202,7 @@ def _candidate(table: Table, number: int, values: tuple[Any, ...]) -> Candidate 
     if not tensors or any(map(is_negated, tensors)) or (is_grad_enabled() and any(map(requires_grad, tensors))):
         return None
     # A capture allocates from a pool that goes with its graph, and what is kept here must not hold on to it.
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
         return None
     return Candidate(table, number, values)
 

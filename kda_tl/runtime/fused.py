@@ -133,8 +133,8 @@ class Watch:
                 if isinstance(argument, Tensor) and argument.numel() > 0 and not hasattr(argument, "kda_tl_stand_in"):
                     if id(argument) not in views:
                         base, offset = places.get(id(argument)) or (starts.get(argument.data_ptr()), 0)
-                        if base is None:
-                            return None  # it belongs to this call alone
+                        if base is None or argument.dtype not in TYPE_CODES:
+                            return None  # it belongs to this call alone, or nobody says what it is
                         views[id(argument)] = _view(argument, base, offset)
                     codes.append(-1 - list(views).index(id(argument)))
                 else:
