@@ -46,7 +46,7 @@ class Repeat(NamedTuple):
 
     Attributes:
         derived: of which values something is made before the launches, and what.
-        tensors: those of the values of a call.
+        numbers: the tensors among the values of a call that can be negated or need a gradient: not those of integers.
         device: of the launches, a CUDA device's index, or None on the cpu.
         o, final: as results, without memory; final None where nothing but o is allocated.
         written: which value is written in place, None for none.
@@ -57,7 +57,7 @@ class Repeat(NamedTuple):
     run: Callable[..., bool]
     kernels: int
     derived: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
-    tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+    numbers: Callable[[Sequence[Any]], tuple[Tensor, ...]]
     device: int | None
     o: Tensor
     final: Tensor | None
@@ -119,9 +119,9 @@ class Candidate(Watch):
         run = self.recognised(self._number, (o, final, *(made.result for made in self.derivations)), values)
         if run is None:
             return None
-        tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        numbers = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point()]
         return Repeat(
-            run, self.kernels, tuple(derived), itemgetter(*tensors), o.device.index if o.is_cuda else None, _like(o),
+            run, self.kernels, tuple(derived), itemgetter(*numbers), o.device.index if o.is_cuda else None, _like(o),
             None if final is None else _like(final), place, returned, alone,
         )  # fmt: skip
 
@@ -165,11 +165,11 @@ class Repeated:
         repeat = table.get(ticket & NUMBER)
         if repeat is None:
             return None
-        run, kernels, derived, tensors_of, device, like_o, like_final, written, returned, alone = repeat
-        tensors = tensors_of(values)
+        run, kernels, derived, numbers_of, device, like_o, like_final, written, returned, alone = repeat
+        numbers = numbers_of(values)
         if (
-            any(map(is_negated, tensors))
-            or (is_grad_enabled() and any(map(requires_grad, tensors)))
+            any(map(is_negated, numbers))
+            or (is_grad_enabled() and any(map(requires_grad, numbers)))
             or (device is not None and current_device() != device)
         ):
             return None
