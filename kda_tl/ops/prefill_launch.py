@@ -167,8 +167,8 @@ def launch(
         if d.fused is not None and candidate is None:
             d.fused(*tensors)
             return
-        fuse = d.to_fuse and all_distinct(tensors)
-        watch = candidate or (Watch() if fuse else None)
+        fuse = candidate is None and d.to_fuse and all_distinct(tensors)
+        watch = Watch() if fuse else candidate
         watched = _same if watch is None else watch.of
         workspace = _chunk_wy(d, x, watched)
         scratch = [] if watch is None else watch.scratch

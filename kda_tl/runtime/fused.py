@@ -8,6 +8,7 @@ the tensors of each call start and cuts what lies between the kernels out of one
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -124,24 +125,27 @@ class Watch:
             places[id(part)] = SCRATCH, size
             size += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         starts = {x.data_ptr(): i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.numel() > 0}
-        views: dict[int, list[int]] = {}  # by id
-        kernels = []
+        known: dict[int, int] = {}  # id -> code
+        objects: list[Any] = []
+        views: list[int] = []
+        kernels: list[int] = []
         for kernel, arguments in self.launches:
-            constants: list[Any] = []
-            codes = []
+            kernels += len(objects), len(arguments)
+            objects.append(kernel)
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.numel() > 0 and not hasattr(argument, "kda_tl_stand_in"):
-                    if id(argument) not in views:
+                    if id(argument) not in known:
                         base, offset = places.get(id(argument)) or (starts.get(argument.data_ptr()), 0)
                         if base is None or argument.dtype not in TYPE_CODES:
                             return None  # it belongs to this call alone, or nobody says what it is
-                        views[id(argument)] = _view(argument, base, offset)
-                    codes.append(-1 - list(views).index(id(argument)))
+                        views += _view(argument, base, offset)
+                        known[id(argument)] = -1 - len(known)
+                    kernels.append(known[id(argument)])
                 else:
-                    codes.append(len(constants))
-                    constants.append(_constant(argument))
-            kernels.append([kernel, constants, codes])
-        made: Callable[..., Any] = make(list(views.values()), kernels, size, number, given)
+                    kernels.append(len(objects))
+                    objects.append(_constant(argument))
+        layout = [len(known), *views, len(self.launches), *kernels]
+        made: Callable[..., Any] = make(struct.pack(f"{len(layout)}q", *layout), objects, size, number, given)
         return made
 
 

@@ -7,16 +7,18 @@
 // settle(number, kept) says what find returns from now on: tickets, or 0. Arguments are tensors and plain values; of tensors in
 // host memory at the places `valued`, the elements count as well. `most` calls are known, the oldest are forgotten.
 //
-// kda_tl.fused(views, kernels, scratch_bytes, number, given) returns the function. With number 0 it takes all the tensors that
+// kda_tl.fused(layout, objects, scratch_bytes, number, given) returns the function. With number 0 it takes all the tensors that
 // views lie in; else (ticket, tensors...) with the first `given` of them, the others being the arguments of the find; it then
-// returns whether the ticket was good, and launches nothing where it was not. A view is [base, byte offset, DLPack type code,
-// bits, rank, sizes..., strides...]; bases count the tensors from 0, -1 is the scratch memory, which is torch's.
-// A kernel is [function, constants, arguments]; its arguments count the constants from 0, and the views from -1 downwards.
+// returns whether the ticket was good, and launches nothing where it was not. The layout is a row of int64: how many views there
+// are, the views, how many kernels, the kernels. A view is its base, byte offset, DLPack type code, bits, rank, sizes and
+// strides; bases count the tensors from 0, -1 is the scratch memory, which is torch's. A kernel is its function's place among the
+// objects, the number of its arguments, and these: of objects from 0 on, of views from -1 downwards.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/string.h>
 
 #include <cstdint>
 #include <cstring>
@@ -32,6 +34,7 @@ namespace {
 using tvm::ffi::Any;
 using tvm::ffi::AnyView;
 using tvm::ffi::Array;
+using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::PackedArgs;
 using tvm::ffi::Tensor;
@@ -147,6 +150,8 @@ bool Append(const AnyView& argument, bool valued, Key* key, char** data) {
 }
 
 class Calls {
+  using Entry = std::pair<const Key, Known>;
+
  public:
   Calls(int64_t most, const Array<int64_t>& valued) : most_(static_cast<size_t>(most)) {
     for (const int64_t place : valued) {
@@ -181,26 +186,30 @@ class Calls {
 
   void Settle(int64_t number, bool kept) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& call : known_) {
-      if (call.second.number == number) call.second.state = kept ? State::kKept : State::kRefused;
-    }
+    const auto call = by_number_.find(number);
+    if (call != by_number_.end()) call->second->second.state = kept ? State::kKept : State::kRefused;
   }
 
  private:
   void Insert(const Key& key) {
     while (known_.size() >= most_) {
-      known_.erase(known_.find(*oldest_.front()));
+      const Entry* const oldest = oldest_.front();
       oldest_.pop_front();
+      by_number_.erase(oldest->second.number);
+      known_.erase(known_.find(oldest->first));
     }
     last_ = last_ % kNumberMask + 1;
-    oldest_.push_back(&known_.emplace(key, Known{last_, State::kUnsettled}).first->first);
+    Entry* const entry = &*known_.emplace(key, Known{last_, State::kUnsettled}).first;
+    by_number_[last_] = entry;
+    oldest_.push_back(entry);
   }
 
   const size_t most_;
   std::vector<bool> valued_;
   std::mutex mutex_;
   std::unordered_map<Key, Known, KeyHash> known_;
-  std::deque<const Key*> oldest_;
+  std::unordered_map<int64_t, Entry*> by_number_;
+  std::deque<Entry*> oldest_;
   int64_t last_ = 0;
 };
 
@@ -222,29 +231,46 @@ struct View {
 
 struct Kernel {
   Function function;
-  std::vector<Any> constants;
   std::vector<int64_t> arguments;
 };
 
-View MakeView(const Array<int64_t>& row) {
-  const int64_t head = 5, rank = row[4];
-  TVM_FFI_ICHECK_EQ(static_cast<int64_t>(row.size()), head + 2 * rank) << "a view has as many strides as sizes";
-  View view{row[0], row[1], {static_cast<uint8_t>(row[2]), static_cast<uint8_t>(row[3]), 1}, {}, {}};
-  view.sizes.assign(row.begin() + head, row.begin() + head + rank);
-  view.strides.assign(row.begin() + head + rank, row.end());
-  return view;
-}
+// Reads a layout from its start.
+class Row {
+ public:
+  explicit Row(const Bytes& bytes) : values_(bytes.size() / sizeof(int64_t)) {
+    std::memcpy(values_.data(), bytes.data(), values_.size() * sizeof(int64_t));
+  }
+  int64_t Next() { return values_.at(next_++); }
+  std::vector<int64_t> Next(int64_t count) {
+    std::vector<int64_t> found;
+    for (int64_t i = 0; i < count; ++i) found.push_back(Next());
+    return found;
+  }
+
+ private:
+  std::vector<int64_t> values_;
+  size_t next_ = 0;
+};
 
 class Launches {
  public:
-  Launches(const Array<Array<int64_t>>& views, const Array<Array<Any>>& kernels, int64_t scratch_bytes)
-      : scratch_bytes_(scratch_bytes) {
-    for (const auto& row : views) views_.push_back(MakeView(row));
-    for (const auto& row : kernels) {
-      const auto constants = row[1].cast<Array<Any>>();
-      const auto arguments = row[2].cast<Array<int64_t>>();
-      kernels_.push_back({row[0].cast<Function>(), {constants.begin(), constants.end()}, {arguments.begin(), arguments.end()}});
+  Launches(Row row, const Array<Any>& objects, int64_t scratch_bytes)
+      : scratch_bytes_(scratch_bytes), objects_(objects.begin(), objects.end()) {
+    for (int64_t left = row.Next(); left > 0; --left) {
+      View view{row.Next(), row.Next(), {}, {}, {}};
+      view.dtype.code = static_cast<uint8_t>(row.Next());
+      view.dtype.bits = static_cast<uint8_t>(row.Next());
+      view.dtype.lanes = 1;
+      const int64_t rank = row.Next();
+      view.sizes = row.Next(rank);
+      view.strides = row.Next(rank);
+      views_.push_back(std::move(view));
+    }
+    for (int64_t left = row.Next(); left > 0; --left) {
+      auto function = objects_.at(row.Next()).cast<Function>();
+      auto arguments = row.Next(row.Next());
       if (arguments.size() > most_) most_ = arguments.size();
+      kernels_.push_back({std::move(function), std::move(arguments)});
     }
   }
 
@@ -273,7 +299,7 @@ class Launches {
       for (size_t i = 0; i < kernel.arguments.size(); ++i) {
         const int64_t which = kernel.arguments[i];
         if (which >= 0) {
-          given[i] = kernel.constants[which];
+          given[i] = objects_[which];
         } else {
           given[i] = &tensors[-which - 1];
         }
@@ -285,14 +311,14 @@ class Launches {
 
  private:
   const int64_t scratch_bytes_;
+  const std::vector<Any> objects_;
   std::vector<View> views_;
   std::vector<Kernel> kernels_;
   size_t most_ = 0;
 };
 
-Function MakeFused(const Array<Array<int64_t>>& views, const Array<Array<Any>>& kernels, int64_t scratch_bytes, int64_t number,
-                   int64_t given) {
-  const auto launches = std::make_shared<Launches>(views, kernels, scratch_bytes);
+Function MakeFused(const Bytes& layout, const Array<Any>& objects, int64_t scratch_bytes, int64_t number, int64_t given) {
+  const auto launches = std::make_shared<Launches>(Row(layout), objects, scratch_bytes);
   const auto tensor_of = [](const AnyView& argument) -> const DLTensor* {
     return argument.type_index() == TVMFFITypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();
   };
