@@ -15,34 +15,12 @@ ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA b
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
 
 import torch
-import tvm_ffi
 from decode_cases import CASES, OPS, make_decode_inputs
+from fake_device import on_device
 
 from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.loader import load
-
-KDL_CUDA = 2
-
-capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-capsule_pointer.restype = ctypes.c_void_p
-capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
-class OnDevice:
-    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return KDL_CUDA, 0
-
-    def __dlpack__(self, **_: object) -> object:
-        capsule = self.tensor.__dlpack__()
-        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-        ctypes.c_int32.from_address(device).value = KDL_CUDA
-        return capsule
 
 
 def main() -> None:
@@ -52,7 +30,7 @@ def main() -> None:
         path = registry.find(arch_name, spec.key)
         assert path is not None, spec.key
         function = load(registry, path, arch_name, spec.key)
-        return lambda *a: function(*(tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in a))
+        return lambda *a: function(*map(on_device, a))
 
     dispatcher.device_arch = lambda device: arch
     dispatcher.kernel = kernel
