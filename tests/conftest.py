@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -94,6 +95,19 @@ def built(shared_folder: Path) -> Callable[[str], Registry]:
         return found
 
     return built_once
+
+
+@pytest.fixture(scope="session")
+def native_helper(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The native functions of this process, compiled as a build for a GPU arch does."""
+    import tvm_ffi
+
+    from kda_tl.compiler.support import compile_helper
+
+    if tvm_ffi.get_global_func("kda_tl.calls", allow_missing=True) is None:
+        path = tmp_path_factory.mktemp("native") / "libkda_tl_native.so"
+        path.write_bytes(compile_helper())
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from kda_tl.ops.decode_checks import DecodeArguments, check, check_options, refu
 from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan
+from kda_tl.ops.repeated import Candidate, Repeated
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import CHECK, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
@@ -53,19 +54,30 @@ def public(op: Op) -> Callable[[Callable[P, DecodeArguments]], Callable[P, Resul
     _register(op)
 
     def decorate(arguments: Callable[P, DecodeArguments]) -> Callable[P, Results]:
+        repeated = Repeated(arguments)
+
         @functools.wraps(arguments)
         def function(*args: P.args, **kwargs: P.kwargs) -> Results:
-            return run(op, arguments(*args, **kwargs))
+            found: Any = None
+            if not torch.compiler.is_compiling():
+                found = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
+                if type(found) is tuple:
+                    return found
+            watch: Candidate | None = found
+            results = run(op, arguments(*args, **kwargs), watch)
+            if watch is not None:
+                watch.settle(results)
+            return results
 
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-        made.op, made.arguments = op, arguments
+        made.op, made.arguments, made.repeated = op, arguments, repeated
         return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
 
-def run(op: Op, a: DecodeArguments) -> Results:
+def run(op: Op, a: DecodeArguments, watch: Candidate | None = None) -> Results:
     """o, and the final state: initial_state itself where `inplace`, else a new one, or None."""
     traced = torch.compiler.is_compiling() or any_mode()
     key = None if traced else key_of(op, a)
@@ -79,7 +91,7 @@ def run(op: Op, a: DecodeArguments) -> Results:
             _known.put(key, decision)
     if forward_ad._current_level >= 0:
         refuse_gradients(op, a)
-    return carry_out(decision, a)
+    return carry_out(decision, a, watch)
 
 
 def plan(op: Op, a: DecodeArguments) -> Plan:

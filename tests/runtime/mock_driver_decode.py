@@ -19,40 +19,18 @@ ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA b
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
 
 import torch
-import tvm_ffi
 from decode_cases import CASES, OPS, make_decode_inputs
 from deltalog_cases import OPS as DELTALOG_OPS
 from deltalog_cases import tokens
+from fake_device import on_device
 
 from kda_tl.ops.deltalog import DeltaLogCache
 from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.loader import load
 
-KDL_CUDA = 2
-
 # Of DeltaLog: launches of a step, requests, tokens, value heads; its artifacts here are of KDA, with float32 states.
 DELTALOG_CALLS = [(1, 3, 1, 4), (1, 2, 3, 4), (2, 3, 1, 2), (2, 2, 3, 2)]
-
-capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-capsule_pointer.restype = ctypes.c_void_p
-capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
-class OnDevice:
-    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return KDL_CUDA, 0
-
-    def __dlpack__(self, **_: object) -> object:
-        capsule = self.tensor.__dlpack__()
-        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-        ctypes.c_int32.from_address(device).value = KDL_CUDA
-        return capsule
 
 
 def main() -> None:
@@ -62,7 +40,7 @@ def main() -> None:
         classes = registry.classes(arch_name, spec.key)
         assert classes, spec.key
         function = load(registry, classes[min(index, len(classes) - 1)].path, arch_name, spec.key)
-        return lambda *a: function(*(tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in a))
+        return lambda *a: function(*map(on_device, a))
 
     dispatcher.device_arch = lambda device: arch
     dispatcher.kernel = kernel
