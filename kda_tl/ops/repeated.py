@@ -24,7 +24,7 @@ from kda_tl.ops.checks import mark_written
 from kda_tl.ops.known import Known
 from kda_tl.runtime.counters import counts
 from kda_tl.runtime.dispatcher import assumed_arch
-from kda_tl.runtime.environment import arch_setting, check_setting, registry_setting
+from kda_tl.runtime.environment import CHECK, arch_setting, check_setting, registry_setting
 from kda_tl.runtime.fused import Watch, native
 
 __all__ = ["Candidate", "Repeated"]
@@ -145,7 +145,7 @@ class Repeated:
         them; with `arguments`, offsets are found by name.
         """
         if (
-            check_setting() is not None
+            check_setting() == CHECK
             or dispatch_modes() > 0
             or transforms() is not None
             or forward_ad._current_level >= 0
