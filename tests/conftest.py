@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -13,7 +14,7 @@ import pytest
 from built_specs import built_specs
 
 from kda_tl.compiler.errors import BuildError
-from kda_tl.registry import Registry
+from kda_tl.registry import Registry, install_command
 from kda_tl.registry.locks import exclusive
 from kda_tl.specs.archs import ARCHS
 
@@ -36,7 +37,7 @@ def missing(need: str) -> str | None:
 
         return None if torch.cuda.is_available() else "no CUDA device"
     if importlib.util.find_spec("tilelang") is None:
-        return "TileLang is not installed: pip install 'kda-tl[build]'"
+        return f"TileLang is not installed: {install_command('build')}"
     if need == "cuda_compile":
         from kda_tl.compiler.errors import ToolchainError
         from kda_tl.compiler.toolchain import nvcc_compiler
@@ -94,6 +95,19 @@ def built(shared_folder: Path) -> Callable[[str], Registry]:
         return found
 
     return built_once
+
+
+@pytest.fixture(scope="session")
+def native_helper(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The native functions of this process, compiled as a build for a GPU arch does."""
+    import tvm_ffi
+
+    from kda_tl.compiler.support import compile_helper
+
+    if tvm_ffi.get_global_func("kda_tl.calls", allow_missing=True) is None:
+        path = tmp_path_factory.mktemp("native") / "libkda_tl_native.so"
+        path.write_bytes(compile_helper())
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 @pytest.fixture(scope="session")

@@ -158,3 +158,14 @@ def test_every_file_is_of_every_python(version: tuple[int, int]) -> None:
 def test_the_dependency_on_tvm_ffi_is_what_the_runtime_library_links_against() -> None:
     """TileLang 0.1.15's libtvm_runtime.so has undefined symbols with any other apache-tvm-ffi."""
     assert re.search(r'"apache-tvm-ffi>=0\.1\.11,<0\.1\.13"', (ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("script", ["env.sh", "test.sh", "demo.sh"])
+def test_scripts_say_that_another_system_will_not_do(tmp_path: Path, script: str) -> None:
+    uname = tmp_path / "uname"
+    uname.write_text("#!/bin/sh\necho Darwin\n")
+    uname.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "KDA_TL_VENV": str(tmp_path / "venv")}
+    ran = subprocess.run(["sh", ROOT / "tools" / script], env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and ran.stdout == "" and "this is Darwin" in ran.stderr and len(ran.stderr.splitlines()) == 1
+    assert not (tmp_path / "venv").exists()

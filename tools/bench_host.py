@@ -6,8 +6,8 @@ On a GPU, with `kda-tl build` artifacts: the calls as they are, at sizes so smal
 calls are planned as for sm_90, and an empty tvm-ffi function stands for every kernel: all but the driver's part is measured. It
 needs a C++ compiler there, for the native part of a launch.
 
-Columns: the whole call; its arguments bound; what recognises a call that was planned before; results allocated; the kernels
-called as the op calls them, workspace included; and what is left. Medians of several runs.
+Columns: the whole call; what recognises it in native code; results allocated; the kernels launched, workspace included; what is
+left; and the whole call where it is not recognised, but was decided before. Medians of several runs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ import tvm_ffi
 
 import kda_tl
 from kda_tl.compiler.support import compile_helper
-from kda_tl.ops import decode, decode_checks, decode_launch, prefill, prefill_decision, prefill_launch
+from kda_tl.ops import repeated
 from kda_tl.runtime import dispatcher
 
-PREFILL, DECODE = (kda_tl.chunk_kda,), (kda_tl.recurrent_kda,)
-PARTS = ("call", "arguments", "recognise", "allocate", "kernels", "rest")
+PARTS = ("call", "recognise", "allocate", "kernels", "rest", "known")
 
 
 def microseconds(call: Callable[[], Any], device: torch.device, calls: int = 50, runs: int = 21) -> float:
@@ -64,7 +63,7 @@ def cases(device: torch.device) -> dict[str, tuple[Any, dict[str, Any]]]:
 
     def pack(T: int) -> dict[str, Any]:
         offsets = torch.tensor([0, T], dtype=torch.int32)
-        return {"cu_seqlens": offsets.to(device), "cu_seqlens_cpu": offsets}
+        return {"cu_seqlens": offsets.to(device, copy=True), "cu_seqlens_cpu": offsets}
 
     state = {"initial_state": torch.randn(1, heads, 128, 128, device=device), "output_final_state": True}
     pool = torch.randn(8, heads, 128, 128, device=device)
@@ -82,51 +81,50 @@ def cases(device: torch.device) -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
     }  # fmt: skip
     cache = kda_tl.DeltaLogCache(8, heads, device=device)
+    gdn = {name: x for name, x in (tokens(1, 64) | state).items() if name != "lower_bound"}
+    gdn |= {"g": torch.randn(1, 64, heads, **half), "dt_bias": torch.randn(heads, device=device)}
+    found["chunk_gdn, states"] = (kda_tl.chunk_gdn, gdn)
     found["deltalog_decode_kda"] = (kda_tl.deltalog_decode_kda, tokens(3, 1) | {"cache": cache, "state_indices": slots})
     return found
 
 
-def tensors_of(d: Any, a: Any) -> tuple[Any, ...]:
-    """What a fused call is handed, with results of an earlier one."""
-    o, final = prefill.allocate(d.problem, a, d.pooled)
-    return (*prefill_launch._inputs(d, a), o, a.initial_state, final, None)
-
-
 def parts(op: Any, x: dict[str, Any], device: torch.device) -> dict[str, float]:
-    launched: list[tuple[Any, tuple[Any, ...]]] = []
     find = dispatcher.kernel
     empty = tvm_ffi.get_global_func("testing.nop")
-
-    def record(*which: Any) -> Any:
-        kernel = find(*which) if device.type == "cuda" else empty
-        return lambda *arguments: launched.append((kernel, arguments))
 
     def stand_in(*which: Any) -> Any:
         dispatcher._kernels.get(which)  # as long as the look-up takes
         return empty
 
-    dispatcher.kernel = record
-    op(**x)
-    dispatcher.kernel = find if device.type == "cuda" else stand_in
+    if device.type == "cpu":
+        dispatcher.kernel = stand_in
+    kept: list[tuple[Any, Any, tuple[Any, ...]]] = []
+    keep = repeated.Candidate.settle
+
+    def settle(self: Any, results: Any) -> None:
+        keep(self, results)
+        kept.append((self._table, self._table.kept.get(self._number), self._values))
+
+    repeated.Candidate.settle = settle
+    for _ in range(3):
+        op(**x)
+    repeated.Candidate.settle = keep
     row = {"call": microseconds(lambda: op(**x), device)}
-    if hasattr(op, "arguments"):
-        a = op.arguments(**x)
-        row["arguments"] = microseconds(lambda: op.arguments(**x), device)
-        if op in PREFILL:
-            d = prefill_decision.known(prefill_decision.key_of(op.op, a))
-            assert d is not None
-            if d.fused is not None:
-                row["kernels"] = microseconds(lambda: d.fused(device, *tensors_of(d, a)), device)
-                row["kernels"] -= microseconds(lambda: tensors_of(d, a), device)
-            row["recognise"] = microseconds(lambda: prefill_decision.known(prefill_decision.key_of(op.op, a)), device)
-            row["allocate"] = microseconds(lambda: prefill.allocate(d.problem, a, d.pooled), device)
-        elif op in DECODE:
-            p = decode_checks.check(op.op, a)
-            row["recognise"] = microseconds(lambda: decode.known(decode.key_of(op.op, a)), device)
-            row["allocate"] = microseconds(lambda: decode_launch.allocate(p, a, a.v.dtype), device)
-    if "kernels" not in row:
-        row["kernels"] = microseconds(lambda: [kernel(*arguments) for kernel, arguments in launched], device)
-    row["rest"] = row["call"] - sum(value for name, value in row.items() if name != "call")
+    table, repeat, values = kept[0] if kept else (None, None, ())
+    if repeat is not None:
+
+        def allocate() -> list[Any]:
+            return [None if like is None else repeated.empty_like(like)
+                    for like in (repeat.o, repeat.final)]  # fmt: skip
+
+        results = allocate()
+        row["recognise"] = microseconds(lambda: table.find(*values), device)
+        row["allocate"] = microseconds(allocate, device)
+        row["kernels"] = microseconds(lambda: repeat.run(table.find(*values), *results), device) - row["recognise"]
+        row["rest"] = row["call"] - row["recognise"] - row["allocate"] - row["kernels"]
+    recognise, op.repeated.call = op.repeated.call, lambda *_: None
+    row["known"] = microseconds(lambda: op(**x), device)
+    op.repeated.call = recognise
     dispatcher.kernel = find
     return row
 

@@ -19,7 +19,7 @@ kda_tl_compiler() {
         command -v "$compiler" >/dev/null 2>&1 && return 0
     done
     kda_tl_say "no C++ compiler (g++, c++ or clang++), which building artifacts needs. Install one:" \
-        "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), xcode-select --install (macOS)"
+        "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora)"
     return 1
 }
 
@@ -62,10 +62,6 @@ kda_tl_torch() {
     fi
     kda_tl_torch_version >/dev/null && return 0
     kda_tl_say "installing torch (CPU build)"
-    if [ "$(uname -s)" = Darwin ]; then # has no other build
-        "$python" -m pip install -q torch
-        return
-    fi
     log=$venv/torch-install.log
     # The first serves where pip knows a source of CPU wheels; uv knows PyTorch's own by name.
     "$python" -m pip install -q "torch==2.13.0+cpu" >"$log" 2>&1 && return 0
@@ -86,6 +82,10 @@ kda_tl_install() {
 }
 
 kda_tl_env() {
+    if [ "$(uname -s)" != Linux ]; then
+        kda_tl_say "this is $(uname -s), and artifacts are Linux libraries: use a Linux machine, or a container"
+        return 1
+    fi
     kda_tl_checkout || return 1
     kda_tl_compiler || return 1
     venv=${KDA_TL_VENV:-$checkout/.venv}

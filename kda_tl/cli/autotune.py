@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from kda_tl.cli.shared import arch_option, size, table
+from kda_tl.cli.shared import Minutes, NamedPath, arch_option, size, table
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime.errors import KdaTlError
 from kda_tl.specs.defaults import default_specs
@@ -32,6 +34,11 @@ __all__ = ["autotune"]
 
 INTERRUPTED = 130
 TUNED_KERNELS = ("chunk_scan", "chunk_wy", "intracard_merge", "intracard_pre_scan", "recurrent_decode")
+OPTIONS_OF_STEP = {
+    "prepare": ("kernels", "op", "jobs"),
+    "measure": ("kernels", "op", "budget", "resume"),
+    "apply": ("jobs",),
+}
 RULE_OF_OP = {
     **{f"chunk_{name}": rule for name, rule in RULES.items()},
     **{f"recurrent_{name}": rule for name, rule in RULES.items()},
@@ -52,7 +59,7 @@ Ctrl-C.
 
 
 def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(f"--{name}", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+    return click.option(f"--{name}", type=NamedPath(file_okay=False), metavar="DIR", help=help)
 
 
 @click.command(epilog=EPILOG)
@@ -60,7 +67,7 @@ def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Calla
 @click.option("--kernel", "kernels", type=click.Choice(TUNED_KERNELS), multiple=True, help="Only this kernel; may be "
               "given several times.  [default: all of them]")  # fmt: skip
 @click.option("--op", type=click.Choice(sorted(RULE_OF_OP)), help="Only the kernels of this op.")
-@click.option("--budget", type=click.FloatRange(min=0.0, min_open=True), default=10.0, show_default=True, metavar="MINUTES",
+@click.option("--budget", type=Minutes(min=0.0, min_open=True), default=10.0, show_default=True, metavar="MINUTES",
               help="Of measuring. What is left then is told, and --resume goes on with it.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Keep the timings that DIR has: nothing that is finished is timed again.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes that compile.  [default: one per core]")
@@ -86,6 +93,8 @@ def autotune(
         raise click.UsageError("--prepare, --measure, --apply and --report are steps: give one of them, or none for all")
     if arch is None and (not given or prepare is not None):
         raise click.UsageError("--arch is needed to compile candidates")
+    steps = {"prepare": prepare, "measure": measure, "apply": apply, "report": report}
+    _refuse_idle_options(next((name for name, one in steps.items() if one is not None), None))
     try:
         folder = given[0] if given else default_root() / "tuning" / str(arch)
         if given and prepare is None and arch is not None and read_plan(folder).arch != arch:
@@ -106,13 +115,30 @@ def autotune(
         click.echo("\nStopped. What had finished is kept: the same command with --resume does the rest.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if left:
-        raise click.ClickException(f"{left} candidates are not timed yet: `kda-tl autotune --measure {folder} --resume`")
+        command = f"kda-tl autotune --measure {shlex.quote(str(folder))} --resume"
+        raise click.ClickException(f"{left} candidates are not timed yet: `{command}`")
+
+
+def _refuse_idle_options(step: str | None) -> None:
+    """Raises click.UsageError for an option that this step does not look at."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name, given = str(parameter.name), context.get_parameter_source(str(parameter.name))
+        users = [user for user, options in OPTIONS_OF_STEP.items() if name in options]
+        if users and step is not None and step not in users and given is ParameterSource.COMMANDLINE:
+            of = " and ".join(f"--{user}" for user in users)
+            raise click.UsageError(f"{parameter.opts[-1]} is an option of {of}: it changes nothing with --{step}")
 
 
 def _selected(arch: str, kernels: Sequence[str], op: str | None) -> list[KernelSpec]:
-    return [
+    """Raises click.UsageError where no kernel is meant."""
+    found = [
         spec for spec in default_specs(arch) if (not kernels or spec.kernel in kernels) and (op is None or _serves(spec, op))
     ]
+    if not found:
+        which = f"kernel {' or '.join(kernels)}" if kernels else "kernel"
+        raise click.UsageError(f"no {which} of {arch} serves --op {op}")
+    return found
 
 
 def _serves(spec: KernelSpec, op: str) -> bool:

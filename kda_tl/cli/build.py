@@ -52,9 +52,9 @@ class Spec(click.ParamType):
 def build(arch: tuple[str, ...], jobs: int | None, specs: tuple[KernelSpec, ...], registry: Path | None) -> None:
     """Compile the kernels of one or more architectures.
 
-    Needs TileLang (pip install 'kda-tl[build]'), a C++ compiler, and for the sm_ architectures nvcc. No GPU. What the
-    registry has already is not compiled again. The folder is complete: copied to another machine and named there with
-    KDA_TL_REGISTRY, it serves with neither TileLang nor a compiler installed.
+    Needs TileLang (pip install 'CHECKOUT[build]', with CHECKOUT the path of the repository), a C++ compiler, and for the sm_
+    architectures nvcc. No GPU. What the registry has already is not compiled again. The folder is complete: copied to another
+    machine and named there with KDA_TL_REGISTRY, it serves with neither TileLang nor a compiler installed.
 
     Every program is compiled in a worker process; one that fails, or that ends its process, leaves the others alone. Exits 1
     where something could not be compiled; the rest is built all the same. After Ctrl-C, what had finished is kept, and nothing

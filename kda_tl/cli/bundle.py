@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
-from kda_tl.cli.shared import arch_option, registry_option, size
+from kda_tl.cli.shared import NamedPath, arch_option, registry_option, size
 from kda_tl.registry import Bundled, Registry, RegistryError, default_root, export_bundle, import_bundle
 
 __all__ = ["bundle"]
+
+
+class Sha256(click.ParamType):
+    """64 hexadecimal digits."""
+
+    name = "HEX"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch("[0-9a-fA-F]{64}", value):
+            self.fail(f"{value!r} is no sha256, which has 64 hexadecimal digits", param, ctx)
+        return value
 
 
 @click.group()
@@ -24,7 +36,7 @@ def bundle() -> None:
 
 
 @bundle.command("export")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=NamedPath(dir_okay=False))
 @arch_option("Only this architecture; may be given several times.  [default: all that the registry has]", multiple=True)
 @registry_option("What to export.  [default: the folder that a build goes to]")
 def export(file: Path, arch: tuple[str, ...], registry: Path | None) -> None:
@@ -41,8 +53,8 @@ def export(file: Path, arch: tuple[str, ...], registry: Path | None) -> None:
 
 
 @bundle.command("import")
-@click.argument("file", type=click.Path(dir_okay=False, exists=True, path_type=Path))
-@click.option("--sha256", metavar="HEX", help="Refuse the file unless this is its hash.")
+@click.argument("file", type=NamedPath(dir_okay=False, exists=True))
+@click.option("--sha256", type=Sha256(), metavar="HEX", help="Refuse the file unless this is its hash.")
 @registry_option("Where it goes.  [default: the first writable folder of the search path]")
 def import_(file: Path, sha256: str | None, registry: Path | None) -> None:
     """Put the content of FILE into a registry, beside what that has.

@@ -22,7 +22,7 @@ from kda_tl.ops.chunk_kda import chunk_kda
 from kda_tl.ops.explain import explain
 from kda_tl.ops.plan import Plan
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm, recurrent_kda
-from kda_tl.registry import RegistryError, default_root
+from kda_tl.registry import RegistryError, default_root, install_command
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.build_on_miss import MODULE, child_environment
 from kda_tl.runtime.errors import KdaTlError
@@ -72,7 +72,7 @@ def demo(tokens: int, heads: int, where: str | None, arch: str | None, seed: int
                 inputs, plan = _problem(tokens, heads, cpu, seed)
             if not _provide(plan):
                 raise click.ClickException(
-                    f"no kernels for {plan.arch}, and what builds them is not installed: pip install 'kda-tl[build]', then "
+                    f"no kernels for {plan.arch}, and what builds them is not installed: {install_command('build')}, then "
                     f"`kda-tl build --arch {plan.arch}`; or build on another machine, and point KDA_TL_REGISTRY at the folder"
                 )
             good = _call_and_compare(inputs, plan, seed)

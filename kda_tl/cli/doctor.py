@@ -8,9 +8,12 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,20 +22,22 @@ import click
 import torch
 
 from kda_tl import __version__
-from kda_tl.cli.shared import json_option, registries, size
+from kda_tl.cli.shared import build_command, json_option, registries, size
 from kda_tl.ops.plan import counted
-from kda_tl.registry import Registry, RegistryError, default_root
+from kda_tl.registry import Registry, RegistryError, default_root, install_command, named_roots
 from kda_tl.runtime import dispatcher, driver, environment
 from kda_tl.runtime.errors import UnsupportedDevice
+from kda_tl.specs import schedules
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.defaults import default_specs
+from kda_tl.specs.kernels import KernelSpec
+from kda_tl.specs.schedule_file import ScheduleFileError, read_schedule_file
 
 __all__ = ["Check", "doctor", "examine"]
 
 PYTHONS = ((3, 10), (3, 13))
 TVM_FFI = ((0, 1, 11), (0, 1, 13))  # from, below: what libtvm_runtime.so of TileLang 0.1.15 links against
 NVCC_MAJOR = 13
-BUILD_EXTRA = "pip install 'kda-tl[build]'"
 KNOWN_VARIABLES = (*environment.VARIABLES, "KDA_TL_VENV", "KDA_TL_TORCH", "KDA_TL_CHECK")
 OTHER_VARIABLES = ("XDG_CACHE_HOME", "CXX", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
 
@@ -65,7 +70,7 @@ def doctor(as_json: bool) -> None:
     """Check what kernels need here: to be built, to be found and to run.
 
     Looks at Python and its packages, compilers, the NVIDIA driver, devices and which arch serves each, the registries on the
-    search path, environment variables, and packages that clash. Changes nothing.
+    search path, the schedules of what is built, environment variables, and packages that clash. Changes nothing.
     """
     checks = list(examine())
     if as_json:
@@ -89,6 +94,7 @@ def examine() -> Iterator[Check]:
     yield from _compilers()
     yield from _devices()
     yield from _registries()
+    yield from _schedules()
     yield from _variables()
 
 
@@ -132,7 +138,7 @@ def _tilelang() -> Iterator[Check]:
 
     found = _version("tilelang")
     if found is None:
-        yield Check("tilelang", "warning", "not installed: calling needs none, building does", BUILD_EXTRA)
+        yield Check("tilelang", "warning", "not installed: calling needs none, building does", install_command("build"))
     elif found.split("+")[0] != TILELANG_VERSION:
         detail = f"{found}: calling works beside it, building needs {TILELANG_VERSION}"
         yield Check("tilelang", "warning", detail, f"pip install tilelang=={TILELANG_VERSION}")
@@ -152,9 +158,10 @@ def _compilers() -> Iterator[Check]:
         path = cxx_compiler()
         yield Check("C++ compiler", "ok", f"{path}: {version_line(path)}")
     except (ToolchainError, OSError) as error:
-        yield Check("C++ compiler", "warning", f"{error}", "apt-get install g++, or dnf install gcc-c++")
+        fix = "unset CXX" if os.environ.get("CXX") else "apt-get install g++, or dnf install gcc-c++"
+        yield Check("C++ compiler", "warning", f"{error}", fix)
     nvcc = find_nvcc()
-    fix = "install a CUDA 13 toolkit, or pip install 'kda-tl[nvcc]'"
+    fix = f"install a CUDA 13 toolkit, or {install_command('build,nvcc')}"
     if nvcc is None:
         yield Check("nvcc", "warning", "not found: GPU kernels cannot be built here; the cpu's can", fix)
         return
@@ -222,7 +229,8 @@ def _coverage(arch: str, subject: str, about: str) -> Check:
     try:
         found = sum(dispatcher.choose(spec, arch).path is not None for spec in specs)
     except RegistryError as error:
-        return Check(subject, "problem", f"{about}; served by {arch}: {error}", f"kda-tl build --arch {arch}")
+        fix = "mend that registry, or name another with KDA_TL_REGISTRY"
+        return Check(subject, "problem", f"{about}; served by {arch}: {error}", fix)
     detail = f"{about}; served by {arch}, {found} of {len(specs)} kernels built"
     whole = found == len(specs)
     return Check(subject, "ok" if whole else "warning", detail, "" if whole else f"kda-tl build --arch {arch}")
@@ -238,39 +246,120 @@ def _registries() -> Iterator[Check]:
 
 
 def _registry(registry: Registry) -> Check:
+    try:
+        return _found_in(registry)
+    except (RegistryError, OSError) as error:
+        fix = "make it readable, or restore or remove it and run kda-tl build --arch ARCH"
+        return Check("registry", "problem", f"{registry.root}: {error}", fix)
+
+
+def _found_in(registry: Registry) -> Check:
+    """Raises RegistryError or OSError for what cannot be read."""
     root, subject = registry.root, "registry"
     if not root.is_dir():
-        named = str(root) in os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep)
-        detail = f"{root}: not there" + (", though KDA_TL_REGISTRY names it" if named else "")
-        return Check(
-            subject, "warning" if named else "ok", detail, f"kda-tl build --arch ARCH --registry {root}" if named else ""
-        )
-    try:
-        counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
-        gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
-        files = (file for kind in ("artifacts", "support", "quarantine") for file in (root / kind).rglob("*"))
-        stored = sum(file.stat().st_size for file in files if file.is_file())
-    except (RegistryError, OSError) as error:
-        return Check(subject, "problem", str(error), "restore or remove that file, then kda-tl build --arch ARCH")
+        named = root in named_roots()
+        in_the_way = next((path for path in (root, *root.parents) if path.exists()), root)
+        why = "not there" if in_the_way.is_dir() else f"{in_the_way} is a file"
+        if not named:
+            return Check(subject, "ok", f"{root}: {why}")
+        fix = build_command(None, root) if in_the_way.is_dir() else "name another folder with KDA_TL_REGISTRY"
+        return Check(subject, "warning", f"{root}: {why}, though KDA_TL_REGISTRY names it", fix)
+    counts = {arch: len(registry.entries(arch)) for arch in registry.archs()}
+    gone = [entry for arch in counts for entry in registry.entries(arch) if not entry.path.is_dir()]
+    files = (file for kind in ("artifacts", "support", "quarantine") for file in (root / kind).rglob("*"))
+    stored = sum(file.stat().st_size for file in files if file.is_file())
     listed = ", ".join(f"{arch} {count}" for arch, count in counts.items()) or "empty"
     access = "writable" if os.access(root, os.W_OK | os.X_OK) else "read-only"
     detail = f"{root}: {listed}; {size(stored)}, {access}"
     if gone:
         archs = " ".join(f"--arch {arch}" for arch in dict.fromkeys(entry.arch for entry in gone))
-        return Check(subject, "problem", f"{detail}; {len(gone)} listed, but gone", f"kda-tl build {archs} --registry {root}")
+        command = f"kda-tl build {archs} --registry {shlex.quote(str(root))}"
+        return Check(subject, "problem", f"{detail}; {len(gone)} listed, but gone", command)
     if (root / "quarantine").is_dir() and any((root / "quarantine").iterdir()):
-        return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", f"rm -r {root / 'quarantine'}")
+        remove = f"rm -r {shlex.quote(str(root / 'quarantine'))}"
+        return Check(subject, "warning", f"{detail}; quarantine/ holds damaged ones", remove)
     return Check(subject, "ok", detail)
+
+
+def _schedules() -> Iterator[Check]:
+    """Of every arch that is built, or that a device here has."""
+    needed = {"cpu"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        with suppress(UnsupportedDevice, ValueError):  # told with the device
+            needed.add(dispatcher.device_arch(torch.device("cuda", index)))
+    for registry in registries(None):
+        with suppress(RegistryError):  # told with the registry
+            needed |= set(registry.archs())
+    for arch in ARCHS:
+        if arch in needed:
+            yield _schedule_file(arch)
+
+
+def _schedule_file(arch: str) -> Check:
+    subject, path = f"schedules {arch}", schedules.schedules_folder() / f"{arch}.json"
+    anew = f"kda-tl autotune --arch {arch}"
+    if not path.exists():
+        detail = f"{path}: not there, so that every kernel has its default schedule"
+        return Check(subject, "warning", detail, f"restore it, or {anew}")
+    try:
+        found, problems = read_schedule_file(path, arch)
+    except ScheduleFileError as error:  # autotune overwrites none that it cannot read
+        return Check(subject, "warning", str(error), f"restore it, or rm {shlex.quote(str(path))} && {anew}")
+    if problems:
+        detail = f"{path}: entries that are not used: {len(problems)}, the first {problems[0].removeprefix(f'{path}: ')}"
+        return Check(subject, "warning", detail, f"correct or remove what is named, or {anew}")
+    counts = Counter(one.source for classes in found.values() for one in classes)
+    detail = f"{path}: {counted(len(found), 'kernel')}, schedules: "
+    detail += ", ".join(f"{counts[name]} {name}" for name in sorted(counts)) or "none"
+    built = [spec for spec in default_specs(arch) if _is_built(spec, arch)]
+    stale = sum(_built_schedules(spec, arch) != _wanted_schedules(spec, arch) for spec in built)
+    if stale:
+        detail += f"; {stale} of {len(built)} that are built have others"
+        return Check(subject, "warning", detail, f"kda-tl build --arch {arch}")
+    return Check(subject, "ok", detail + (f"; all {len(built)} that are built have theirs" if built else ""))
+
+
+Sizes = list[tuple[int | None, dict[str, object]]]  # by size class: the largest size, the schedule
+
+
+def _wanted_schedules(spec: KernelSpec, arch: str) -> Sizes:
+    return [(one.up_to, one.schedule.as_dict()) for one in schedules.schedule_classes(spec, arch)]
+
+
+def _is_built(spec: KernelSpec, arch: str) -> bool:
+    try:
+        return dispatcher.choose(spec, arch).path is not None
+    except RegistryError:  # told with the registry
+        return False
+
+
+def _built_schedules(spec: KernelSpec, arch: str) -> Sizes | None:
+    """As the metadata say, read without what a look by the registry does to a damaged artifact; None where they cannot be."""
+    try:
+        metas = [(one.up_to, json.loads((one.path / "meta.json").read_text())) for one in dispatcher.choose(spec, arch).classes]
+        return [(up_to, dict(meta["schedule"])) for up_to, meta in metas]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _variables() -> Iterator[Check]:
     for name in sorted(os.environ):
-        if name.startswith("KDA_TL_") and name not in KNOWN_VARIABLES:
-            close = difflib.get_close_matches(name, KNOWN_VARIABLES, 1)
-            fix = f"unset {name}" + (f", and set {close[0]}" if close else "")
-            yield Check(name, "warning", f"{os.environ[name]!r}, and nothing reads it", fix)
-        elif name in KNOWN_VARIABLES or name in OTHER_VARIABLES:
+        if name in KNOWN_VARIABLES or name in OTHER_VARIABLES:
             yield _variable(name, os.environ[name])
+        elif name.upper().replace("_", "").startswith("KDATL"):
+            meant = _meant(name)
+            fix = f"unset {name}" + (f", and set {meant}" if meant is not None and meant not in os.environ else "")
+            yield Check(name, "warning", f"{os.environ[name]!r}, and nothing reads it", fix)
+
+
+def _meant(name: str) -> str | None:
+    """The variable that a name nobody reads was to be; None where none is close. What all names begin with tells nothing."""
+
+    def told(name: str) -> str:
+        return name.upper().replace("_", "").removeprefix("KDATL")
+
+    close = difflib.get_close_matches(told(name), map(told, KNOWN_VARIABLES), 1, cutoff=0.75)
+    return next((known for known in KNOWN_VARIABLES if [told(known)] == close), None)
 
 
 def _variable(name: str, value: str) -> Check:
@@ -282,6 +371,8 @@ def _variable(name: str, value: str) -> Check:
             environment.on_miss()
         elif name == "KDA_TL_NVTX":
             environment.nvtx()
+        elif name == "KDA_TL_CHECK" and value not in ("", "0", "1"):
+            raise ValueError(f"KDA_TL_CHECK must be 0 or 1, got {value!r}")
     except ValueError as error:
         return Check(name, "problem", str(error), f"unset {name}")
     return Check(name, "ok", repr(value))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
+import math
+from collections import Counter
 from typing import Any
 
 import click
@@ -11,7 +14,7 @@ import torch
 
 from kda_tl.cli.shared import arch_option, json_option
 from kda_tl.ops.example import example_inputs, op_named
-from kda_tl.ops.explain import PLANNERS
+from kda_tl.ops.explain import DELTALOG_OPS, PLANNERS
 from kda_tl.ops.plan import Plan, size_choice
 from kda_tl.registry import RegistryError
 from kda_tl.runtime import dispatcher
@@ -20,7 +23,9 @@ from kda_tl.runtime.errors import KdaTlError
 
 __all__ = ["explain"]
 
-POSITIVE = click.IntRange(min=1)
+LARGEST_SIZE = 2**31 - 1  # kernels take sizes as 32-bit integers, and cu_seqlens is one of them
+LARGEST_TENSOR = 2**60  # elements, whose bytes torch can still count
+NATURAL, POSITIVE = click.IntRange(0, LARGEST_SIZE), click.IntRange(1, LARGEST_SIZE)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -38,6 +43,8 @@ class Numbers(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers such as 100,200", param, ctx)
         if min(numbers) < 0:
             self.fail(f"{min(numbers)} is negative: a sequence cannot have so many tokens, nor a shape", param, ctx)
+        if max(numbers) > LARGEST_SIZE:
+            self.fail(f"{max(numbers)} is too large: a length or size is at most {LARGEST_SIZE}", param, ctx)
         return numbers
 
 
@@ -56,10 +63,13 @@ class Assignment(click.ParamType):
         if not equals or not name.isidentifier():
             self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
         if self.shapes:
-            return name, Numbers().convert(text, param, ctx)
+            shape = Numbers().convert(text, param, ctx)
+            if math.prod(shape) > LARGEST_TENSOR:
+                self.fail(f"{value!r} has {math.prod(shape)} elements: a tensor has at most {LARGEST_TENSOR}", param, ctx)
+            return name, shape
         try:
             return name, ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets beyond any depth
             return name, text
 
 
@@ -78,12 +88,12 @@ Exits 0 with a plan, also where artifacts are missing (the plan says so); 1 wher
 
 @click.command(epilog=EPILOG)
 @click.argument("op", type=click.Choice(list(PLANNERS)), metavar="OP")
-@click.option("--tokens", type=click.IntRange(min=0), help="T, tokens per sequence; of the whole pack with --lengths.")
+@click.option("--tokens", type=NATURAL, help="T, tokens per sequence; of the whole pack with --lengths.")
 @click.option("--heads", type=POSITIVE, required=True, help="H, heads of q and k.")
 @click.option("--value-heads", type=POSITIVE, help="HV, heads of v, a multiple of H.  [default: as many as --heads]")
 @click.option("--head-dim-k", type=POSITIVE, default=128, show_default=True, help="K, size of a key.")
 @click.option("--head-dim-v", type=POSITIVE, default=128, show_default=True, help="V, size of a value.")
-@click.option("--batch", type=click.IntRange(min=0), help="B, sequences of equal length.  [default: 1]")
+@click.option("--batch", type=NATURAL, help="B, sequences of equal length.  [default: 1]")
 @click.option("--lengths", type=Numbers(), help="Sequences packed along T (cu_seqlens), e.g. 100,200, instead of --batch.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the activations.  [default: float32 on cpu, else bfloat16]")
 @click.option("--shape", "shapes", type=Assignment(True), multiple=True, metavar="NAME=N,N,...",
@@ -113,6 +123,9 @@ def explain(
     It needs no device: with --arch it tells what a call would do on another machine that has these registries. In Python,
     kda_tl.explain does the same for given tensors.
     """
+    names = Counter(name for name, _ in (*shapes, *options))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise click.UsageError(f"{twice[0]} is given {names[twice[0]]} times by --shape and --set")
     value_heads = heads if value_heads is None else value_heads
     if value_heads % heads:
         raise click.BadParameter(f"{value_heads} is not a multiple of --heads, {heads}", param_hint="--value-heads")
@@ -122,9 +135,18 @@ def explain(
     else:
         if batch is not None:
             raise click.UsageError("--batch and --lengths exclude each other: a pack has batch size 1")
+        if sum(lengths) > LARGEST_SIZE:
+            too_many = f"{sum(lengths)} tokens together: a pack has at most {LARGEST_SIZE}"
+            raise click.BadParameter(too_many, param_hint="--lengths")
         tokens = sum(lengths) if tokens is None else tokens
         if tokens < sum(lengths):
             raise click.BadParameter(f"{tokens} is less than the {sum(lengths)} tokens of --lengths", param_hint="--tokens")
+    elements = (1 if batch is None else batch) * tokens * value_heads * max(head_dim_k, head_dim_v)
+    if elements > LARGEST_TENSOR:
+        raise click.UsageError(
+            "--tokens, --batch, --heads, --value-heads and the head dims are too large together: a tensor would have "
+            f"{elements} elements, and has at most {LARGEST_TENSOR}"
+        )
     try:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         name = dispatcher.device_arch(device) if arch is None else arch
@@ -133,11 +155,26 @@ def explain(
                 op_named(op), tokens=tokens, batch=1 if batch is None else batch, heads=heads, value_heads=value_heads,
                 head_dim_k=head_dim_k, head_dim_v=head_dim_v, lengths=lengths, shapes=dict(shapes),
                 dtype=getattr(torch, dtype or ("float32" if name == "cpu" else "bfloat16")),
+                device="meta" if op in DELTALOG_OPS else "cpu",  # a cache has memory of its own: gigabytes at many heads
             )  # fmt: skip
+            _check_options(op, options)
             plan = PLANNERS[op](**{**inputs, **dict(options)})
             click.echo(json.dumps(_as_dict(plan), indent=2) if as_json else str(plan))
     except (RegistryError, KdaTlError, ValueError, TypeError, NotImplementedError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _check_options(op: str, options: tuple[tuple[str, Any], ...]) -> None:
+    """Raises click.BadParameter for what the op does not take, and for a word in place of true or false, which it would take
+    for true."""
+    parameters = inspect.signature(op_named(op)).parameters
+    others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())  # the op itself tells which
+    for name, value in options:
+        if name not in parameters and not others:
+            taken = ", ".join(parameters)
+            raise click.BadParameter(f"{op} has no argument {name!r}; it takes {taken}", param_hint="--set")
+        if name in parameters and isinstance(parameters[name].default, bool) and not isinstance(value, bool):
+            raise click.BadParameter(f"{name} must be true or false, got {value!r}", param_hint="--set")
 
 
 def _as_dict(plan: Plan) -> dict[str, Any]:

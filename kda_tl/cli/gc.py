@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kda_tl.cli.shared import registry_option, size
+from kda_tl.cli.shared import Minutes, registry_option, size
 from kda_tl.registry import Registry, RegistryError, default_root
 
 __all__ = ["gc"]
@@ -16,7 +16,7 @@ __all__ = ["gc"]
 @click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be removed.")
 @click.option(
     "--min-age",
-    type=click.FloatRange(min=0),
+    type=Minutes(min=0),
     default=60.0,
     show_default=True,
     metavar="MINUTES",

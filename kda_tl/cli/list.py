@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kda_tl.cli.shared import arch_option, bar, build_command, json_option, registries, registry_option, size, sized, table
-from kda_tl.registry import Entry, ManifestError, Registry
+from kda_tl.registry import Entry, Registry, RegistryError
 
 __all__ = ["list_artifacts"]
 
@@ -36,10 +36,15 @@ def list_artifacts(arch: str | None, registry: Path | None, as_json: bool) -> No
     """
     found, failures = [], []
     for where in registries(registry):
-        for name in where.archs() if arch is None else [arch]:
+        try:
+            names = where.archs() if arch is None else [arch]
+        except RegistryError as error:
+            failures.append(str(error))
+            continue
+        for name in names:
             try:
                 found += [(where, entry, _bytes(entry)) for entry in where.entries(name)]
-            except ManifestError as error:
+            except (RegistryError, OSError) as error:
                 failures.append(str(error))
     if as_json:
         click.echo(json.dumps([_as_dict(*line) for line in found], indent=2))

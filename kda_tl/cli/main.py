@@ -1,4 +1,4 @@
-"""The group that every command belongs to; `python -m kda_tl.cli.main` is `kda-tl`."""
+"""The group that every command belongs to; `python -m kda_tl` is `kda-tl`."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ for command in (autotune, build, bundle, demo, doctor, explain, gc, list_artifac
     cli.add_command(command)
 
 if __name__ == "__main__":
-    cli()
+    cli(prog_name="kda-tl")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +16,8 @@ from kda_tl.registry import Registry, search_path
 from kda_tl.specs.archs import ARCHS
 
 __all__ = [
+    "Minutes",
+    "NamedPath",
     "arch_option",
     "bar",
     "build_command",
@@ -28,12 +33,41 @@ __all__ = [
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class NamedPath(click.Path):
+    """A path that has a name: '' would be the current folder, and is what a variable that is not set leaves in a script.
+
+    ~ is the home folder, as in KDA_TL_REGISTRY: shells leave it alone in --registry=~/artifacts.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(path_type=Path, **attributes)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if not os.fspath(value).strip():
+            self.fail("it is empty: name a file or folder, '.' for this one", param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class Minutes(click.FloatRange):
+    """A number of them. NaN is in no range, though no comparison says so."""
+
+    name = "MINUTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        minutes = float(super().convert(value, param, ctx))
+        if math.isnan(minutes):
+            self.fail(f"{value!r} is no number of minutes", param, ctx)
+        return minutes
+
+
 def arch_option(help: str, **attributes: Any) -> Decorator:
     return click.option("--arch", type=click.Choice(list(ARCHS)), help=help, **attributes)
 
 
 def registry_option(help: str) -> Decorator:
-    return click.option("--registry", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help=help)
+    return click.option("--registry", type=NamedPath(file_okay=False), metavar="DIR", help=help)
 
 
 def json_option(help: str) -> Decorator:
@@ -47,7 +81,7 @@ def registries(only: Path | None) -> list[Registry]:
 
 def build_command(arch: str | None, registry: Path | None) -> str:
     """What to type where something is missing."""
-    where = f" --registry {registry}" if registry is not None else ""
+    where = f" --registry {shlex.quote(str(registry))}" if registry is not None else ""
     return f"kda-tl build --arch {arch or 'ARCH'}{where}" + ("" if arch else f"   (ARCH: {', '.join(ARCHS)})")
 
 

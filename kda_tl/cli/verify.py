@@ -35,7 +35,10 @@ def verify(arch: str | None, registry: Path | None, as_json: bool) -> None:
     checked = 0
     failures: list[dict[str, str | None]] = []
     for where in registries(registry):
-        folders, errors = _folders(where, arch)
+        try:
+            folders, errors = _folders(where, arch)
+        except (RegistryError, OSError) as error:
+            folders, errors = [], [str(error)]
         failures += [{"registry": str(where.root), "path": None, "error": error} for error in errors]
         for folder in folders:
             checked += 1
@@ -50,8 +53,10 @@ def verify(arch: str | None, registry: Path | None, as_json: bool) -> None:
             raise click.exceptions.Exit(1)
         return
     if failures:
-        count = f"{len(failures)} of {checked} artifacts and libraries failed"
-        raise click.ClickException("\n".join([count, *(str(failure["error"]) for failure in failures)]))
+        unread = sum(failure["path"] is None for failure in failures)
+        counts = [f"{len(failures) - unread} of {checked} artifacts and libraries failed"] if len(failures) > unread else []
+        counts += [f"manifests that cannot be read: {unread}"] if unread else []
+        raise click.ClickException("\n".join([", ".join(counts), *(str(failure["error"]) for failure in failures)]))
     if not checked:
         looked = ", ".join(str(where.root) for where in registries(registry))
         raise click.ClickException(f"nothing to verify in {looked}. To build: {build_command(arch, registry)}")

@@ -19,7 +19,7 @@ from kda_tl.compiler.lower import RECIPE, lower_program, program_text
 from kda_tl.compiler.support import put_support
 from kda_tl.compiler.toolchain import cxx_compiler, nvcc_compiler, require_tilelang, version_line
 from kda_tl.compiler.workers import Outcome, run_tasks
-from kda_tl.registry import ARTIFACT_FORMAT, Registry
+from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError, is_writable
 from kda_tl.registry.locks import remove_stale
 from kda_tl.specs.archs import Arch
 from kda_tl.specs.archs import arch as arch_row
@@ -68,10 +68,14 @@ def build(
     Raises:
         BuildError: specs did not compile; the message names each of them.
         ManifestError: the registry's manifest of `arch` is damaged. Nothing was compiled.
+        RegistryError: the registry lacks specs, and cannot be written. Nothing was compiled.
     """
     require_tilelang()
     row = arch_row(arch)
-    registry.manifest(arch)  # damage shows before an hour of compiling rather than after it
+    # What would stop it at the end shows before an hour of compiling rather than after it.
+    published = registry.manifest(arch).artifacts
+    if not is_writable(registry.root) and any(spec.key not in published for spec in specs):
+        raise RegistryError(f"{registry.root} cannot be written: name another folder with --registry or KDA_TL_REGISTRY")
     classes = {spec: _classes((schedules or {}).get(spec) or schedule_classes(spec, arch)) for spec in specs}
     tasks = list(dict.fromkeys((spec, one.schedule) for spec, sized in classes.items() for one in sized))
     _versions(row)  # so does a compiler that is missing, or too old

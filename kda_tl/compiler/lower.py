@@ -37,12 +37,16 @@ SOURCE_PATH: internal symbols are named by a hash of the source's path; this one
 compiles in, so that bytes do not depend on it and no two compilers wait for each other."""
 CXX_FLAGS = ("-O3", "-std=c++17", "-w", "-ffp-contract=off", "-shared", "-fPIC")
 """-ffp-contract=off: the same rounding wherever a library is built."""
+LAUNCHER_FLAGS = ("-O2",)
+"""Of the host part of a CUDA artifact, which checks tensors and makes TMA descriptors at each call: 0.2 to 0.3 microseconds
+faster than without, for 0.15 seconds of the compiler."""
 
 CPU_PASS_CONFIGS: dict[str, Any] = {**PASS_CONFIGS, "tirx.disable_vectorize": True}
 
 RECIPE: dict[str, Any] = {
     "nvcc": NVCC_FLAGS,
     "cxx": CXX_FLAGS,
+    "launcher": LAUNCHER_FLAGS,
     "cuda_passes": PASS_CONFIGS,
     "cpu_passes": CPU_PASS_CONFIGS,
     "distinct_shared_buffers": True,
@@ -139,7 +143,7 @@ def _lower_cuda(program: Any, arch: Arch) -> Compiled:
         launches.append({"name": str(name.name_hint), "shared_memory": shared, "extents": extents})
     with tempfile.TemporaryDirectory(prefix="kda-tl-") as folder:
         library = Path(folder) / "lib.so"
-        kernel.export_library(str(library))
+        kernel.artifact.rt_mod.export_library(str(library), options=list(LAUNCHER_FLAGS))  # JITKernel's own passes no options
         files = {"lib.so": library.read_bytes(), "kernel.cu": kernel.get_kernel_source().encode()}
     meta = {
         "abi": "tvm_ffi",

@@ -10,6 +10,7 @@ import subprocess
 from importlib import metadata
 
 from kda_tl.compiler.errors import ToolchainError
+from kda_tl.registry import install_command
 
 __all__ = ["NVCC_MAJOR", "TILELANG_VERSION", "cxx_compiler", "nvcc_compiler", "require_tilelang", "version_line"]
 
@@ -23,7 +24,7 @@ def require_tilelang() -> str:
     """The installed TileLang's version. Raises ToolchainError where it is absent, another version, or beside apache-tvm."""
     version = _installed("tilelang")
     if version is None:
-        raise ToolchainError("building needs TileLang: pip install 'kda-tl[build]'")
+        raise ToolchainError(f"building needs TileLang: {install_command('build')}")
     if version.split("+")[0] != TILELANG_VERSION:
         raise ToolchainError(
             f"building needs tilelang {TILELANG_VERSION}, found {version}: pip install tilelang=={TILELANG_VERSION}"
@@ -53,7 +54,7 @@ def nvcc_compiler() -> str:
 
     path = os.path.join(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else None
     path = path if path and os.path.exists(path) else shutil.which("nvcc")
-    get = "install the CUDA toolkit or pip install 'kda-tl[nvcc]'"
+    get = f"install the CUDA toolkit, or {install_command('build,nvcc')}"
     if path is None:
         raise ToolchainError(f"a GPU arch needs nvcc {NVCC_MAJOR}: {get}; --arch cpu needs none")
     found = _nvcc_release(path)
@@ -76,9 +77,17 @@ def _nvcc_release(path: str) -> str | None:
 
 
 def cxx_compiler() -> str:
-    """Path of the C++ compiler: $CXX, else g++, c++ or clang++."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and (path := shutil.which(name)):
+    """Path of the C++ compiler: $CXX, else g++, c++ or clang++.
+
+    Raises:
+        ToolchainError: there is none, or CXX names none.
+    """
+    if named := os.environ.get("CXX"):
+        if path := shutil.which(named):
+            return path
+        raise ToolchainError(f"CXX must be the name or path of a C++ compiler, without options, got {named!r}")
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
             return path
     raise ToolchainError("building needs a C++ compiler: install g++ or clang++, or set CXX")
 

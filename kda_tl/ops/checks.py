@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kda_tl.runtime.environment import check_setting
+from kda_tl.runtime.environment import CHECK, check_setting
 
 __all__ = [
     "check_cu_seqlens",
@@ -96,7 +95,7 @@ def check_written(name: str, tensor: torch.Tensor, negated: bool = False) -> Non
 
 def checks_values(tensor: torch.Tensor) -> bool:
     """KDA_TL_CHECK=1: what the device alone knows is waited for and checked; no graph may be captured meanwhile."""
-    return check_setting() is not None and os.environ.get("KDA_TL_CHECK") == "1" and not isinstance(tensor, FakeTensor)
+    return check_setting() == CHECK and not isinstance(tensor, FakeTensor)
 
 
 def check_decay(name: str, g: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,7 +74,9 @@ def chunk_linear_attention(
     return o, None if state is None else (state[..., :-1].contiguous(), state[..., -1].unsqueeze(1).contiguous())
 
 
-def arguments(
+def _arguments(
+    join: Callable[[Tensor, Tensor, torch.dtype], Tensor],
+    /,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,7 +96,10 @@ def arguments(
     intracard_segments: int | None = None,
     **kwargs: Any,
 ) -> Arguments:
-    """What the kernels run. The normalizer is one more column of v, all ones: its column of the state is z."""
+    """What the kernels run. The normalizer is one more column of v, all ones: its column of the state is z.
+
+    join: of two tensors along the last dim, in a dtype.
+    """
     z: Any = None
     state: Any = initial_state
     if normalize:
@@ -113,8 +120,8 @@ def arguments(
                     f"V, the last size of v, must be from 1 to {MAX_HEAD_DIM_V - 1} with normalize, got {v.shape[-1]}"
                 )
             if (state is not None or z is not None) and isinstance(q, torch.Tensor) and q.dim() == 4:
-                state = _with_normalizer(state, z, q, v)
-            v = torch.cat([v, v.new_ones((*v.shape[:-1], 1))], -1)
+                state = _with_normalizer(join, state, z, q, v)
+            v = join(v, v.new_ones(()).expand((*v.shape[:-1], 1)), v.dtype)
     a = Arguments(
         q=q, k=k, v=v, initial_state=state, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, scale=scale, state_v_first=bool(state_v_first),
@@ -125,7 +132,7 @@ def arguments(
     return a
 
 
-def _with_normalizer(state: Any, z: Any, q: Tensor, v: Tensor) -> Tensor:
+def _with_normalizer(join: Callable[[Tensor, Tensor, torch.dtype], Tensor], state: Any, z: Any, q: Tensor, v: Tensor) -> Tensor:
     given = state if state is not None else z
     for name, value in (("initial_state", state), ("z, the second of initial_state,", z)):
         if value is None:
@@ -142,11 +149,23 @@ def _with_normalizer(state: Any, z: Any, q: Tensor, v: Tensor) -> Tensor:
     ):
         if value is not None and value.shape != shape:
             raise ValueError(f"{name} must have shape {layout} = {list(shape)}, got {list(value.shape)}")
-    if state is None:
-        state = z.new_zeros((N, HV, K, V), dtype=torch.float32)
-    z = state.new_zeros((N, HV, K, 1)) if z is None else z.squeeze(1).unsqueeze(-1)
-    return torch.cat([state.float(), z.float()], -1)
+    zero = given.new_zeros((), dtype=torch.float32)
+    state = zero.expand((N, HV, K, V)) if state is None else state
+    z = zero.expand((N, HV, K, 1)) if z is None else z.squeeze(1).unsqueeze(-1)
+    return join(state, z, torch.float32)
 
 
-chunk_linear_attention.op, chunk_linear_attention.arguments = CHUNK_LINEAR_ATTENTION, arguments  # type: ignore[attr-defined]
+def _joined(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.cat([x.to(dtype), y.to(dtype)], -1)
+
+
+def _as_if_joined(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `_joined`, for a plan, which looks at shapes alone: no memory, and no numbers either."""
+    return x.new_empty((), dtype=dtype).expand((*x.shape[:-1], x.shape[-1] + y.shape[-1]))
+
+
+arguments = functools.partial(_arguments, _joined)
+
+chunk_linear_attention.op = CHUNK_LINEAR_ATTENTION  # type: ignore[attr-defined]
+chunk_linear_attention.arguments = functools.partial(_arguments, _as_if_joined)  # type: ignore[attr-defined]
 chunk_linear_attn = chunk_linear_attention

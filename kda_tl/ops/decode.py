@@ -20,11 +20,11 @@ from kda_tl.ops.decode_checks import DecodeArguments, check, check_options, refu
 from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan
+from kda_tl.ops.repeated import Candidate, Repeated
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting
+from kda_tl.runtime.environment import CHECK, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
-from kda_tl.runtime.ranges import annotate
-from kda_tl.specs.sizes import problem_size
+from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -54,19 +54,30 @@ def public(op: Op) -> Callable[[Callable[P, DecodeArguments]], Callable[P, Resul
     _register(op)
 
     def decorate(arguments: Callable[P, DecodeArguments]) -> Callable[P, Results]:
+        repeated = Repeated(arguments)
+
         @functools.wraps(arguments)
         def function(*args: P.args, **kwargs: P.kwargs) -> Results:
-            return run(op, arguments(*args, **kwargs))
+            found: Any = None
+            if not torch.compiler.is_compiling():
+                found = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
+                if type(found) is tuple:
+                    return found
+            watch: Candidate | None = found
+            results = run(op, arguments(*args, **kwargs), watch)
+            if watch is not None:
+                watch.settle(results)
+            return results
 
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-        made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        made.op, made.arguments, made.repeated = op, arguments, repeated
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
 
-def run(op: Op, a: DecodeArguments) -> Results:
+def run(op: Op, a: DecodeArguments, watch: Candidate | None = None) -> Results:
     """o, and the final state: initial_state itself where `inplace`, else a new one, or None."""
     traced = torch.compiler.is_compiling() or any_mode()
     key = None if traced else key_of(op, a)
@@ -80,7 +91,7 @@ def run(op: Op, a: DecodeArguments) -> Results:
             _known.put(key, decision)
     if forward_ad._current_level >= 0:
         refuse_gradients(op, a)
-    return carry_out(decision, a)
+    return carry_out(decision, a, watch)
 
 
 def plan(op: Op, a: DecodeArguments) -> Plan:
@@ -97,7 +108,7 @@ def plan(op: Op, a: DecodeArguments) -> Plan:
             Launch(
                 p.spec,
                 f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles",
-                problem_size("recurrent_decode", p.N, p.HV),
+                p.size,
             ),
         ),
         workspace_bytes=0,
@@ -112,7 +123,7 @@ def refuse_unknown(op: Op, given: dict[str, Any], known: tuple[str, ...] = ()) -
 
 def key_of(op: Op, a: DecodeArguments) -> object:
     """All that checks and decisions depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() is not None:
+    if check_setting() == CHECK:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, a[:13]):

@@ -26,6 +26,7 @@ from kda_tl.ops.checks import (
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import RecurrentDecodeSpec, decode_specs
 from kda_tl.specs.gates import GateForm, gate_form
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["FLOAT_DTYPES", "DecodeArguments", "DecodeProblem", "check", "check_options", "dtype_name", "refuse_gradients"]
 
@@ -84,6 +85,11 @@ class DecodeProblem:
     arch: str
     spec: RecurrentDecodeSpec | None
     gate: GateForm
+
+    @property
+    def size(self) -> int:
+        """It picks the artifact (`kda_tl.specs.sizes`)."""
+        return problem_size("recurrent_decode", self.N, self.HV)
 
 
 def check_options(op: Op, a: DecodeArguments) -> None:

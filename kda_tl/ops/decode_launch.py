@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from kda_tl.ops.arguments import Op
 from kda_tl.ops.checks import mark_written, narrowed
 from kda_tl.ops.decode_checks import DecodeArguments, DecodeProblem, dtype_name
+from kda_tl.ops.repeated import Candidate
 from kda_tl.runtime import dispatcher
+from kda_tl.runtime.fused import derived, stand_in
 from kda_tl.specs.decode import DecodeFlag, RecurrentDecodeSpec
 from kda_tl.specs.gates import BetaForm, GateForm
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Decision", "allocate", "carry_out", "decide"]
 
@@ -105,7 +107,7 @@ def allocate(p: DecodeProblem, a: DecodeArguments, dtype: torch.dtype) -> tuple[
     return o, (torch.zeros if zeroed else torch.empty)(shape, dtype=state_dtype, device=a.v.device)
 
 
-def carry_out(d: Decision, a: DecodeArguments) -> tuple[Tensor, Tensor | None]:
+def carry_out(d: Decision, a: DecodeArguments, watch: Candidate | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of v, and the final state: the pool itself where `inplace`, else a new one, or None."""
     p = d.problem
     o, final = allocate(p, a, d.dtype)
@@ -117,9 +119,14 @@ def carry_out(d: Decision, a: DecodeArguments) -> tuple[Tensor, Tensor | None]:
         o.zero_()
     else:
         with dispatcher.device_guard(o.device):
-            (_launch_widened if d.widened else _launch)(d, a, o, a.initial_state, final)
+            if d.widened:
+                _launch_widened(d, a, o, a.initial_state, final)
+            else:
+                _launch(d, a, o, a.initial_state, final, watch)
         if a.inplace and final is not None:
             mark_written(final)
+        if watch is not None and (a.inplace or final is None or a.state_indices is None):  # else final was zeroed
+            watch.whole(o, None if a.inplace else final, final if a.inplace else None)
     return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final
 
 
@@ -138,22 +145,28 @@ class _Absent:
 def _absent(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype) -> _Absent:
     def ranks(of: torch.dtype) -> tuple[Tensor, ...]:
         one = torch.empty(8, dtype=of, device=device)[:1]
-        return tuple(one.view((1,) * rank) for rank in range(1, 5))
+        return tuple(stand_in(one.view((1,) * rank)) for rank in range(1, 5))
 
-    integer = torch.empty(1, dtype=torch.int32, device=device)
+    integer = stand_in(torch.empty(1, dtype=torch.int32, device=device))
     state = torch.empty(8, dtype=state_dtype, device=device).as_strided((1, 1, 1, 1), (8, 8, 8, 1))
-    return _Absent(ranks(dtype), ranks(torch.float32), state, integer, integer.view(torch.uint8)[:1])
+    return _Absent(ranks(dtype), ranks(torch.float32), stand_in(state), integer, stand_in(integer.view(torch.uint8)[:1]))
 
 
-def _launch(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | None, final: Tensor | None) -> None:
+def _launch(
+    d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | None, final: Tensor | None, watch: Candidate | None = None
+) -> None:
     """One kernel on the current stream. It reads and writes the caller's own memory, whatever the strides."""
     p, none, flags, device = d.problem, d.absent, d.flags, o.device
     q, k, v, decay, strength, bonus, A_log, dt_bias = a[:8]
     if not d.plain:
-        q, k, v = _values(q, d.dtype), _values(k, d.dtype), _values(v, d.dtype)
-        decay = None if decay is None else _values(decay, torch.float32 if flags & F["WIDE_GATE"] else None)
-        strength = None if strength is None else _values(strength, torch.float32 if flags & F["WIDE_BETA"] else None)
-        bonus, A_log, dt_bias = (None if x is None else _values(x, torch.float32) for x in (bonus, A_log, dt_bias))
+
+        def values(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:
+            return None if tensor is None else derived(watch, tensor, lambda x: _values(x, dtype))
+
+        q, k, v = values(q, d.dtype), values(k, d.dtype), values(v, d.dtype)
+        decay = values(decay, torch.float32 if flags & F["WIDE_GATE"] else None)
+        strength = values(strength, torch.float32 if flags & F["WIDE_BETA"] else None)
+        bonus, A_log, dt_bias = (values(x, torch.float32) for x in (bonus, A_log, dt_bias))
     g, beta, g_wide, beta_wide = none.rank[3], none.rank[2], none.wide[3], none.wide[2]
     if decay is not None:
         if decay.dim() == 3:  # one for all keys
@@ -178,8 +191,11 @@ def _launch(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | None, fi
         bonus = none.wide[1]
     elif p.H != p.HV:
         bonus = bonus.unsqueeze(1).expand(p.H, p.HV // p.H, p.K).reshape(p.HV, p.K)
-    offsets = none.integer if a.cu_seqlens is None else a.cu_seqlens.to(torch.int32).contiguous()
-    indices = none.integer if a.state_indices is None else narrowed(a.state_indices)
+    offsets, indices = none.integer, none.integer
+    if a.cu_seqlens is not None:
+        offsets = derived(watch, a.cu_seqlens, lambda offsets: offsets.to(torch.int32).contiguous())
+    if a.state_indices is not None:
+        indices = derived(watch, a.state_indices, narrowed)
     starts, state_in, state_out = none.byte, none.state, none.state
     if state is not None:
         state_in, v_first = _pool("initial_state", state, a.state_v_first, may_copy=not a.inplace)
@@ -192,7 +208,8 @@ def _launch(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | None, fi
     elif final is not None:
         state_out, v_first = _pool("initial_state", final, a.state_v_first, may_copy=False)
         flags |= F["STORE_STATE"] | F["V_FIRST_OUT"] * v_first
-    dispatcher.kernel(d.spec, p.arch, device, problem_size("recurrent_decode", p.N, p.HV))(
+    kernel = dispatcher.kernel(d.spec, p.arch, device, p.size)
+    (kernel if watch is None else watch.of(kernel))(
         q, k, v, g, g_wide, beta, beta_wide, A_log, dt_bias, bonus, offsets, indices, starts, o, state_in, state_out,
         p.N, d.scale, d.lower_bound, flags, d.gate, d.beta, d.null_index,
     )  # fmt: skip

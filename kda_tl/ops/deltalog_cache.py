@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_tl.ops.checks import check_dtype, check_null_index, check_shape, check_written, narrowed
+from kda_tl.ops.checks import INT32_MAX, check_dtype, check_null_index, check_shape, check_written, narrowed
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import (
@@ -100,15 +100,13 @@ class DeltaLogCache:
             TypeError, ValueError: an argument is not as above; the message names it.
             UnsupportedDevice: no kernels for the device.
         """
-        for name, value in (("slots", slots), ("HV", HV)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if HV > 65535:
-            raise ValueError(f"HV must be at most 65535, got {HV}")
+        for name, value, most in (("slots", slots, INT32_MAX), ("HV", HV, 65535)):
+            if not _is_integer(value) or not 1 <= value <= most:
+                raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r}")
         for name, value in (("K", K), ("V", V)):
-            if value not in (64, 128):
+            if not _is_integer(value) or value not in (64, 128):
                 raise ValueError(f"{name} must be 64 or 128, got {value!r}")
-        if rule not in RULES:
+        if not isinstance(rule, str) or rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
         if base is not None:
             if not isinstance(base, Tensor):
@@ -123,7 +121,7 @@ class DeltaLogCache:
         self.arch = dispatcher.device_arch(self.device)
         on_cpu = self.arch == "cpu"
         if not on_cpu and dtype != torch.bfloat16:
-            raise TypeError(f"dtype must be bfloat16 on {self.device}, got {dtype}")
+            raise TypeError(f"dtype must be bfloat16 on {self.device} ({self.arch}), got {dtype}")
         self.dtype = torch.float32 if on_cpu else dtype
         stored = _name(state_dtype)
         self.state_v_first = bool(state_v_first)
@@ -134,7 +132,7 @@ class DeltaLogCache:
             **RULES[rule],
         }
         if not state_v_first and (rule not in K_FIRST or (stored != "float32" and not on_cpu)):
-            built = f"[K, V] is built for {', '.join(K_FIRST)} in float32"
+            built = f"for {self.arch}, [K, V] is built for {', '.join(K_FIRST)} in float32"
             raise ValueError(f"state_v_first must be True for {rule} with a {stored} base; {built}")
         # Of the largest batch: when a log is folded is the cache's choice, and one for all batches.
         size = problem_size("deltalog_decode", slots, HV)
@@ -142,15 +140,16 @@ class DeltaLogCache:
         schedule = dispatcher.size_class(step, self.arch, size).schedule
         assert isinstance(schedule, DeltaLogDecodeSchedule)
         self.launches = schedule.launches if launches is None else launches
-        if self.launches not in (1, 2):
+        if not _is_integer(self.launches) or self.launches not in (1, 2):
             raise ValueError(f"launches must be 1 or 2, got {launches!r}")
         if self.launches == 2 and not state_v_first:
             raise ValueError("launches must be 1 where state_v_first is False")
         if self.launches == 2 and (rule, stored) not in TWO_LAUNCHES:
             pairs = ", ".join(f"{name} with a {kind} base" for name, kind in TWO_LAUNCHES)
-            raise ValueError(f"launches must be 1 for {rule} with a {stored} base; two launches are built for {pairs}")
+            built = f"for {self.arch}, two launches are built for {pairs}"
+            raise ValueError(f"launches must be 1 for {rule} with a {stored} base; {built}")
         self.merge_every = schedule.merge_every if merge_every is None else merge_every
-        if not isinstance(self.merge_every, int) or not 1 <= self.merge_every <= CAPACITY:
+        if not _is_integer(self.merge_every) or not 1 <= self.merge_every <= CAPACITY:
             raise ValueError(f"merge_every must be an integer from 1 to {CAPACITY}, got {merge_every!r}")
         self.spec = _spec(rule, K, V, _name(self.dtype), stored, self.state_v_first, self.launches, on_cpu)
 
@@ -380,6 +379,10 @@ def _integers(name: str, given: Indices) -> Tensor:
     if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64 [n], got {given.dtype} {list(given.shape)}")
     return given
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _name(dtype: torch.dtype) -> str:

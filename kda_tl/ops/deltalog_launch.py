@@ -14,7 +14,9 @@ from kda_tl.ops.deltalog_cache import DeltaLogCache, Storage
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.ops.plan import Launch, counted
 from kda_tl.runtime import dispatcher
-from kda_tl.specs.deltalog import DeltaLogDecodeSpec
+from kda_tl.runtime.fused import Watch, derived, stand_in
+from kda_tl.runtime.loader import KernelFunction
+from kda_tl.specs.deltalog import DeltaLogDecodeSpec, DeltaLogPrepSpec
 from kda_tl.specs.gates import BetaForm, GateForm
 from kda_tl.specs.sizes import problem_size
 
@@ -84,8 +86,16 @@ def _prepared(spec: DeltaLogDecodeSpec) -> DeltaLogDecodeSpec:
     return dataclasses.replace(spec, prepared=True)
 
 
-def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool) -> None:
-    """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own."""
+def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool, watch: Watch | None = None) -> None:
+    """The step, on the current stream. With verify a fold of logs that lack room goes first, in a launch of its own.
+
+    watch: sees every launch, and the tensors between them.
+    """
+
+    def kernel_of(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> KernelFunction:
+        found = dispatcher.kernel(spec, cache.arch, device, problem_size(spec.kernel, call.q.shape[0], cache.HV))
+        return found if watch is None else watch.of(found)
+
     base = cache.base
     # On the cpu alone (cpu_state_dtype); the way there and back changes nothing where no log is folded.
     if NAMES[base.dtype] == cache.spec.state_dtype:
@@ -93,30 +103,30 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     else:
         staged = join(base, cache.base_low) if base.dtype == torch.bfloat16 else base.float()
     device, dtype = cache.device, cache.dtype
-    q, k, v = _rows(call.q, dtype), _rows(call.k, dtype), _rows(call.v, dtype)
+    q, k, v = (derived(watch, x, lambda x: _rows(x, dtype)) for x in (call.q, call.k, call.v))
     g, beta = _plain(call.g), None if call.beta is None else _plain(call.beta)
     wide = g.dtype != dtype or (beta is not None and beta.dtype != dtype)
     heads = v.shape[:3]
     narrow_g, narrow_beta = _absent(device, dtype, g.shape), _absent(device, dtype, heads)
     wide_g, wide_beta = _absent(device, torch.float32, g.shape), _absent(device, torch.float32, heads)
     if wide:
-        wide_g = g if g.dtype == torch.float32 else g.float()
+        wide_g = derived(watch, g, Tensor.float)
         if beta is not None:
-            wide_beta = beta if beta.dtype == torch.float32 else beta.float()
+            wide_beta = derived(watch, beta, Tensor.float)
     else:
         narrow_g = g
         narrow_beta = narrow_beta if beta is None else beta
     HV, K = cache.HV, cache.K
     D = cache.spec.decay_size
-    A_log = _unread(device, HV) if call.A_log is None else _float(call.A_log)
+    A_log = _unread(device, HV) if call.A_log is None else derived(watch, call.A_log, _float)
     if call.dt_bias is None:
         dt_bias = _absent(device, torch.float32, (HV, D))
     else:
-        dt_bias = _float(call.dt_bias)
+        dt_bias = derived(watch, call.dt_bias, _float)
         dt_bias = dt_bias if dt_bias.dim() == 2 else dt_bias.reshape(HV, D)
     bonus = _absent(device, torch.float32, (HV, K)) if call.bonus is None else _per_value_head(_float(call.bonus), HV)
-    indices = narrowed(call.state_indices).contiguous()
-    valid = indices if call.valid is None else narrowed(call.valid).contiguous()
+    indices = derived(watch, call.state_indices, _integers)
+    valid = indices if call.valid is None else derived(watch, call.valid, _integers)
     tensors = (q, k, v, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus)
     # Programs know a slot and a head as one row.
     log_k, log_u, log_decay, cursor = (x.flatten(0, 1) for x in (cache.log_k, cache.log_u, cache.log_decay, cache.cursor))
@@ -132,21 +142,18 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
     if in_two(cache, tokens, verify):
         spec = _prepared(cache.spec)
         prepared = torch.empty((q.shape[0], HV, prep_size(K, cache.capacity)), dtype=torch.float32, device=device)
-        # Both are there before the first one runs: it writes into the log.
-        prepare, append = (
-            dispatcher.kernel(needed, cache.arch, device, problem_size(needed.kernel, q.shape[0], HV))
-            for needed in (spec.prep_spec, spec)
-        )
+        if watch is not None:
+            watch.scratch.append(prepared)
+        prepare, append = kernel_of(spec.prep_spec), kernel_of(spec)  # both, before the first one runs: it writes into the log
         prepare(
             q, k, narrow_g, narrow_beta, wide_g, wide_beta, A_log, dt_bias, bonus, log_k, log_decay, cursor, indices,
             valid, prepared, *numbers[1:],
         )  # fmt: skip
         append(v, prepared, staged, *pool, call.o, call.scale, numbers[7], numbers[8], cache.merge_every)
     elif (spec := _step_spec(cache, tokens, verify)).one_token:
-        step = dispatcher.kernel(spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
-        step(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
+        kernel_of(spec)(*tensors, staged, *pool, call.o, *numbers, cache.merge_every)
     else:
-        kernel = dispatcher.kernel(cache.spec, cache.arch, device, problem_size("deltalog_decode", q.shape[0], HV))
+        kernel = kernel_of(cache.spec)
         if verify:
             kernel(*tensors, staged, *pool, call.o, *numbers, 0, cache.merge_every, 0, tokens)
         kernel(*tensors, staged, *pool, call.o, *numbers, tokens, cache.merge_every, int(not verify), 0)
@@ -164,23 +171,27 @@ def launch(cache: DeltaLogCache | Storage, call: Call, tokens: int, verify: bool
 @functools.lru_cache(maxsize=256)
 def _absent(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Stands for a tensor that no one reads, and so may outlive any memory pool."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return stand_in(torch.empty((), dtype=dtype, device=device).expand(shape))
 
 
 @functools.lru_cache(maxsize=256)
 def _unread(device: torch.device, HV: int) -> Tensor:
     """Likewise, for a program that asks for a contiguous one."""
-    return torch.empty(HV, dtype=torch.float32, device=device)
+    return stand_in(torch.empty(HV, dtype=torch.float32, device=device))
 
 
 @functools.lru_cache(maxsize=16)
 def _no_low(device: torch.device, V: int, words: int) -> Tensor:
     """Likewise, where a base has no low bits."""
-    return torch.empty((1, V, words), dtype=torch.int32, device=device)
+    return stand_in(torch.empty((1, V, words), dtype=torch.int32, device=device))
 
 
 def _per_value_head(rows: Tensor, HV: int) -> Tensor:
     return rows if rows.shape[0] == HV else rows.repeat_interleave(HV // rows.shape[0], 0)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return narrowed(tensor).contiguous()
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A call is known by values alone: shapes, strides, dtypes, devices, alignment and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -26,6 +26,8 @@ class Known(Generic[D]):
     def __init__(self, most: int = 1024) -> None:
         self._most = most
         self._found: dict[object, D] = {}
+        self.get_hashable: Callable[[object], D | None] = self._found.get
+        """As `get`, without a frame of Python's."""
 
     def get(self, key: object) -> D | None:
         try:

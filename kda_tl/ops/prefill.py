@@ -12,6 +12,7 @@ from kda_tl.ops.plan import Plan, counted
 from kda_tl.ops.prefill_checks import Problem, check, check_on_device, check_options, check_types
 from kda_tl.ops.prefill_decision import Decision, decide
 from kda_tl.ops.prefill_states import intermediate_states, load_states, silence, store_states
+from kda_tl.ops.repeated import Candidate
 
 __all__ = ["Results", "allocate", "carry_out", "decided", "plan", "plan_problem"]
 
@@ -34,7 +35,7 @@ def decided(op: Op, a: Arguments) -> Decision:
     return decide(problem, a)
 
 
-def carry_out(d: Decision, a: Arguments) -> Results:
+def carry_out(d: Decision, a: Arguments, watch: Candidate | None = None) -> Results:
     """o, the final state [N, ...] and the states before every chunk, each where asked for. Pools are written in place."""
     problem = d.problem
     o, final = allocate(problem, a, d.pooled)
@@ -42,20 +43,25 @@ def carry_out(d: Decision, a: Arguments) -> Results:
     if d.pooled:
         pool = a.initial_state
         assert pool is not None
-        _launch(d, a, o, pool, pool, states)
+        _launch(d, a, o, pool, pool, states, watch)
         mark_written(pool)
     else:
         initial, active = load_states(problem, a)
-        _launch(d, a, o, initial, final, states)
+        _launch(d, a, o, initial, final, states, watch)
         if active is not None:
             assert final is not None
             silence(problem, a, active, o)
             store_states(a, active, final)
     rows = None if states is None else intermediate_states(problem, a, states)
+    if watch is not None and (d.pooled or a.state_indices is None):
+        watch.whole(o, final, a.initial_state if d.pooled else None)
     return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final, rows
 
 
-def _launch(d: Decision, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None, states: Tensor | None) -> None:
+def _launch(
+    d: Decision, a: Arguments, o: Tensor, initial: Tensor | None, final: Tensor | None, states: Tensor | None,
+    watch: Candidate | None,
+) -> None:  # fmt: skip
     if d.problem.N == 0 or d.problem.T == 0:
         o.zero_()
         if final is not None:
@@ -65,7 +71,7 @@ def _launch(d: Decision, a: Arguments, o: Tensor, initial: Tensor | None, final:
         pooled = final is initial  # and then stays one tensor
         initial = None if initial is None else initial.transpose(-1, -2)
         final = initial if pooled else None if final is None else final.transpose(-1, -2)
-    prefill_launch.launch(d, a, o, initial, final, states)
+    prefill_launch.launch(d, a, o, initial, final, states, watch)
 
 
 def _workspace_of_states(problem: Problem, a: Arguments) -> Tensor:

@@ -18,7 +18,6 @@ from kda_tl.ops.prefill_kernels import Maps, launch_intracard_pre_scan
 from kda_tl.ops.prefill_states import load_states
 from kda_tl.reference import beta_sigmoid, compose, kda_gate, l2norm
 from kda_tl.runtime import dispatcher
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["maps_by_kernels", "receive"]
 
@@ -65,8 +64,7 @@ def maps_by_kernels(problem: Problem, a: Arguments) -> SegmentMaps | None:
         workspace, offsets = prefill_launch.run_chunk_wy(decision, a)
         v_kernel = prefill_launch.readable(a.v, problem.kernel_dtype)
         with dispatcher.device_guard(device):
-            size = problem_size("intracard_pre_scan", split.scans(problem.N), HV)
-            kernel = dispatcher.kernel(pre_scan, problem.arch, device, size)
+            kernel = dispatcher.kernel(pre_scan, problem.arch, device, decision.sizes.intracard_pre_scan)
             launch_intracard_pre_scan(kernel, v_kernel, workspace, offsets, split.segment_chunks, found, every=True)
         M = torch.eye(K, dtype=torch.float64, device=device).repeat(len(spans), HV, 1, 1)
         B = torch.zeros((len(spans), HV, K, V), dtype=torch.float64, device=device)

@@ -21,7 +21,7 @@ from kda_tl.ops.known import Known, offsets_known, traits
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import check_setting, registry_setting
+from kda_tl.runtime.environment import CHECK, check_setting, registry_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.runtime.fused import Fused
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
@@ -29,6 +29,7 @@ from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec, shi
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
+from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Decision", "Scan", "as_they_are", "decide", "intracard_specs_of", "key_of", "known", "remember"]
 
@@ -43,12 +44,22 @@ class Scan(NamedTuple):
     merge: IntracardMergeSpec
 
 
+class Sizes(NamedTuple):
+    """Of the problem that each kernel gets (`kda_tl.specs.sizes`): it picks the artifact."""
+
+    chunk_wy: int
+    chunk_scan: int
+    intracard_pre_scan: int
+    intracard_merge: int
+
+
 @dataclass(slots=True)
 class Decision:
     """Of a call, all but its tensors. Nothing but how it is launched changes after it was made.
 
     Attributes:
         split: how sequences are cut.
+        sizes: of the problems that follow from it.
         pooled: chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered.
         state_dtype: of states as chunk_scan reads and writes them.
         as_is: of q, k, v, g and beta: the kernels read the caller's memory; else a copy.
@@ -59,6 +70,7 @@ class Decision:
 
     problem: Problem
     split: SplitInfo
+    sizes: Sizes
     pooled: bool
     wy: ChunkWySpec
     scans: tuple[Scan, ...]
@@ -100,7 +112,7 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
         if a.use_beta_sigmoid_in_kernel:
             beta = BetaForm.TWICE_SIGMOID if a.allow_neg_eigval else BetaForm.SIGMOID
     return Decision(
-        problem, split, pooled, wy, scans, operand_dtype, gate_dtype, state_dtype,
+        problem, split, _sizes(problem, split), pooled, wy, scans, operand_dtype, gate_dtype, state_dtype,
         padding=wy.head_dim_k - problem.K,
         as_is=_as_is(problem, a, scans, gate_dtype, wy.head_dim_k) if a is not None and problem.arch else NOTHING_GIVEN,
         scale=problem.K**-0.5 if a is None or a.scale is None else float(a.scale),
@@ -121,7 +133,7 @@ def key_of(op: Op, a: Arguments) -> object:
 
     Not plain: a subclass of Tensor, a gradient to record, or values to check on the device (KDA_TL_CHECK).
     """
-    if check_setting() is not None:
+    if check_setting() == CHECK:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, (*a[:11], a.state_indices), aligned=4):
@@ -211,6 +223,12 @@ def _split(problem: Problem, a: Arguments | None) -> SplitInfo:
     scan = scans[0]
     count = multiprocessors(torch.device("cpu") if a is None else a.q.device, problem.arch)
     return plan_split(work, device_of(scan.spec, scan.pre_scan, scan.merge, problem.arch, count), forced)
+
+
+def _sizes(problem: Problem, split: SplitInfo) -> Sizes:
+    scans = split.scans(problem.N)
+    counts = {"chunk_wy": problem.slots, "chunk_scan": scans, "intracard_pre_scan": scans, "intracard_merge": problem.N}
+    return Sizes(**{kernel: problem_size(kernel, count, problem.HV) for kernel, count in counts.items()})
 
 
 def _takes_pool(problem: Problem, a: Arguments, split: SplitInfo) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kda_tl.runtime.fused import stand_in
 from kda_tl.specs.gates import BetaForm, GateForm
 
 __all__ = [
@@ -112,9 +113,9 @@ class _Absent(NamedTuple):
 @functools.cache
 def _absent(device: torch.device) -> _Absent:
     def one(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(1, dtype=dtype, device=device)
+        return stand_in(torch.zeros(1, dtype=dtype, device=device))
 
-    gates = {dtype: one(dtype).view(1, 1, 1) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    gates = {dtype: stand_in(one(dtype).view(1, 1, 1)) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     return _Absent(one(torch.float32), one(torch.int32), one(torch.uint8), gates)
 
 

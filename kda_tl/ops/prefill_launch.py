@@ -25,10 +25,9 @@ from kda_tl.ops.prefill_kernels import (
     launch_intracard_pre_scan,
 )
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.fused import Watch, all_distinct
+from kda_tl.runtime.fused import Watch, all_distinct, derived
 from kda_tl.runtime.loader import KernelFunction
 from kda_tl.specs.intracard import ships
-from kda_tl.specs.sizes import problem_size
 
 __all__ = ["launch", "launches", "only_scan", "readable", "run_chunk_wy", "workspace_bytes"]
 
@@ -52,20 +51,19 @@ def launches(problem: Problem, decision: Decision | None = None) -> tuple[Launch
     d = decision or decide(problem)
     heads = counted(problem.HV, "head")
     sequences = counted(problem.N + problem.packed, "sequence")
-    HV, segments = problem.HV, d.split.segments
-    scans_size = problem_size("chunk_scan", d.split.scans(problem.N), HV)
-    found = [Launch(d.wy, f"{counted(problem.slots, 'chunk slot')} x {heads}", problem_size("chunk_wy", problem.slots, HV))]
+    segments, sizes = d.split.segments, d.sizes
+    found = [Launch(d.wy, f"{counted(problem.slots, 'chunk slot')} x {heads}", sizes.chunk_wy)]
     for scan in d.scans:
         if segments > 1:
             own = counted(problem.N, "sequence")
             cuts = counted(segments - 1, "segment")
-            size = problem_size("intracard_pre_scan", d.split.scans(problem.N), HV)
             tiles = f"tiles of {'K + V' if scan.spec.delta else 'V'}"
-            found.append(Launch(scan.pre_scan, f"{own} x {cuts} x {heads} x {tiles}", size))
-            found.append(Launch(scan.merge, f"{own} x {heads} x V tiles", problem_size("intracard_merge", problem.N, HV)))
-            found.append(Launch(scan.spec, f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles", scans_size))
+            found.append(Launch(scan.pre_scan, f"{own} x {cuts} x {heads} x {tiles}", sizes.intracard_pre_scan))
+            found.append(Launch(scan.merge, f"{own} x {heads} x V tiles", sizes.intracard_merge))
+            grid = f"{sequences} x {counted(segments, 'segment')} x {heads} x V tiles"
+            found.append(Launch(scan.spec, grid, sizes.chunk_scan))
         else:
-            found.append(Launch(scan.spec, f"{sequences} x {heads} x V tiles", scans_size))
+            found.append(Launch(scan.spec, f"{sequences} x {heads} x V tiles", sizes.chunk_scan))
     return tuple(found)
 
 
@@ -95,22 +93,23 @@ class _Inputs(NamedTuple):
     mask: Tensor | None
 
 
-def _inputs(d: Decision, a: Arguments) -> _Inputs:
-    dtype, padding = d.problem.kernel_dtype, d.padding
+def _inputs(d: Decision, a: Arguments, watch: Watch | None = None) -> _Inputs:
+    dtype, gate_dtype, padding = d.problem.kernel_dtype, d.gate_dtype, d.padding
     q, k, v, g, beta, bonus, A_log, dt_bias = a[:8]
     q_as_is, k_as_is, v_as_is, g_as_is, beta_as_is = d.as_is
     if not q_as_is:
-        q = _readable(_padded(_as(q, dtype), padding))
+        q = derived(watch, q, lambda q: _readable(_padded(_as(q, dtype), padding)))
     if not k_as_is:
-        k = _readable(_padded(_as(k, dtype), padding))
+        k = derived(watch, k, lambda k: _readable(_padded(_as(k, dtype), padding)))
     if not v_as_is:
-        v = _as(v, dtype)
-        v = _readable(v) if d.whole_v else v
+        v = derived(watch, v, lambda v: _readable(_as(v, dtype)) if d.whole_v else _as(v, dtype))
     if g is not None and not g_as_is:
-        g = _as(g, d.gate_dtype)
-        g = _readable(_padded(g, padding)) if d.problem.rule.decay == "per_key" else g.resolve_neg()
+        if d.problem.rule.decay == "per_key":
+            g = derived(watch, g, lambda g: _readable(_padded(_as(g, gate_dtype), padding)))
+        else:
+            g = derived(watch, g, lambda g: _as(g, gate_dtype).resolve_neg())
     if beta is not None and not beta_as_is:
-        beta = _as(beta, d.gate_dtype).resolve_neg()
+        beta = derived(watch, beta, lambda beta: _as(beta, gate_dtype).resolve_neg())
     if d.gate:
         per_key = d.problem.rule.decay == "per_key"
         if dt_bias is None:
@@ -119,12 +118,13 @@ def _inputs(d: Decision, a: Arguments) -> _Inputs:
             dt_bias = _padded(dt_bias.reshape(d.problem.HV, d.problem.K), padding)
     offsets, indices, mask = a.cu_seqlens, None, None
     if offsets is not None and not (offsets.dtype == torch.int32 and offsets.is_contiguous()):
-        offsets = offsets.to(torch.int32).contiguous()
+        offsets = derived(watch, offsets, lambda offsets: offsets.to(torch.int32).contiguous())
     if d.pooled and a.state_indices is not None:
-        indices = narrowed(a.state_indices).contiguous()
+        indices = derived(watch, a.state_indices, lambda indices: narrowed(indices).contiguous())
         mask = None if a.has_initial_state is None else a.has_initial_state.contiguous().view(torch.uint8)
     return _Inputs(
-        q, k, v, g, beta, None if A_log is None else _row(A_log), None if dt_bias is None else _row(dt_bias),
+        q, k, v, g, beta, None if A_log is None else derived(watch, A_log, _row),
+        None if dt_bias is None else derived(watch, dt_bias, _row),
         None if bonus is None else _row(_padded(bonus, padding)), offsets, indices, mask,
     )  # fmt: skip
 
@@ -143,36 +143,40 @@ def _same(kernel: KernelFunction) -> KernelFunction:
 def _chunk_wy(d: Decision, x: _Inputs, watched: Watched) -> Workspace:
     problem, device = d.problem, x.q.device
     workspace = Workspace.empty(problem.slots, problem.HV, d.wy.head_dim_k, d.operand_dtype, problem.rule.delta, device)
-    kernel = watched(dispatcher.kernel(d.wy, problem.arch, device, problem_size("chunk_wy", problem.slots, problem.HV)))
+    kernel = watched(dispatcher.kernel(d.wy, problem.arch, device, d.sizes.chunk_wy))
     options = GateOptions(d.gate, x.A_log, x.dt_bias, d.lower_bound, d.beta, d.normalize, x.bonus)
     launch_chunk_wy(kernel, x.q, x.k, x.g, x.beta, options, x.offsets, workspace)
     return workspace
 
 
 def launch(
-    d: Decision, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None, states: Tensor | None = None
-) -> None:
+    d: Decision, a: Arguments, o: Tensor, initial_state: Tensor | None, final_state: Tensor | None,
+    states: Tensor | None = None, candidate: Watch | None = None,
+) -> None:  # fmt: skip
     """All kernels of a problem with at least one token and one sequence, on the current stream.
 
     o [B, T, HV, V] kernel_dtype, out; final_state [N, HV, K, V] float32, out; initial_state likewise; states of any strides.
     Where the decision says `pooled`, both are the caller's pool. states [slots, HV, K, V] float32, out: before every chunk.
+    candidate: sees every launch, and the tensors between them.
     """
-    x = _inputs(d, a)
+    x = _inputs(d, a, candidate)
     tensors = (*x, o, initial_state, None if d.pooled else final_state, states)  # a pool is one tensor
     with dispatcher.device_guard(o.device):
-        if d.fused is not None:
-            d.fused(o.device, *tensors)
+        if d.fused is not None and candidate is None:
+            d.fused(*tensors)
             return
-        watch = Watch() if d.to_fuse and all_distinct(tensors) else None
+        fuse = candidate is None and d.to_fuse and all_distinct(tensors)
+        watch = Watch() if fuse else candidate
         watched = _same if watch is None else watch.of
         workspace = _chunk_wy(d, x, watched)
-        scratch: list[Tensor] = [part for part in workspace if part.numel() > 0]
+        scratch = [] if watch is None else watch.scratch
+        scratch += [part for part in workspace if part.numel() > 0]
         pool = None if x.indices is None else Pool(x.indices, d.null_index, x.mask)
         for scan in d.scans:
             run = _run if d.whole_v and not d.padding else _run_columns
             run(d, scan, workspace, x.offsets, x.v, o, initial_state, final_state, states, pool, watched, scratch)
-        if watch is not None:
-            d.fused, d.to_fuse = watch.fused(scratch, tensors), False
+        if watch is not None and fuse:
+            d.fused, d.to_fuse = watch.fused(tensors), False
         elif d.whole_v and not d.padding and d.problem.arch != "cpu":
             d.to_fuse = True  # a call that comes a second time will come again
 
@@ -185,10 +189,10 @@ def _run(
     segments = None
     if d.split.segments > 1:
         segments = _segments(d, scan, v, workspace, offsets, initial_state, watched, scratch)
-    size = problem_size("chunk_scan", d.split.scans(d.problem.N), d.problem.HV)
+    kernel = watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device, d.sizes.chunk_scan))
     launch_chunk_scan(
-        watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device, size)), v, workspace, o, d.scale, offsets, initial_state,
-        final_state, state_dtype=d.state_dtype, pool=pool, segments=segments, states=states,
+        kernel, v, workspace, o, d.scale, offsets, initial_state, final_state, state_dtype=d.state_dtype, pool=pool,
+        segments=segments, states=states,
     )  # fmt: skip
 
 
@@ -233,10 +237,9 @@ def _segments(
     maps = Maps.empty(N, split.segments - 1, HV, K, V, spec.delta, device)
     segments = Segments.empty(N, split.segments, split.segment_chunks, HV, K, V, device)
     scratch += (*maps, segments.states)
-    size = problem_size("intracard_pre_scan", split.scans(N), HV)
-    kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device, size))
+    kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device, d.sizes.intracard_pre_scan))
     launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
-    kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device, problem_size("intracard_merge", N, HV)))
+    kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device, d.sizes.intracard_merge))
     launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
     return segments
 

@@ -24,7 +24,8 @@ from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
 from kda_tl.ops.prefill_decision import key_of, known, remember
-from kda_tl.runtime.ranges import annotate
+from kda_tl.ops.repeated import Candidate, Repeated
+from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["public", "register", "run"]
 
@@ -52,12 +53,20 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
 
     def decorate(arguments: Callable[P, Arguments]) -> Callable[P, tuple[Tensor, Tensor | None]]:
         place = context_place(arguments)
+        repeated = Repeated(arguments)
 
         @functools.wraps(arguments)
         def function(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor | None]:
-            found: tuple[Tensor, Tensor | None]
+            found: Any = None
+            if not torch.compiler.is_compiling():
+                found = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
+                if type(found) is tuple:
+                    return found
+            watch: Candidate | None = found
             if place is None or not has_context(place, args, kwargs):
-                found = run(op, arguments(*args, **kwargs))
+                found = run(op, arguments(*args, **kwargs), watch)
+                if watch is not None:
+                    watch.settle(found)
                 return found
             with Turn.of(op.name, place, args, kwargs) as turn:
                 untyped: Any = arguments
@@ -70,13 +79,13 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
 
         made: Any = function
         made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-        made.op, made.arguments = op, arguments
-        return annotate(function, f"kda_tl::{op.name}")
+        made.op, made.arguments, made.repeated = op, arguments, repeated
+        return annotate_op(function, f"kda_tl::{op.name}")
 
     return decorate
 
 
-def run(op: Op, a: Arguments) -> Any:
+def run(op: Op, a: Arguments, watch: Candidate | None = None) -> Any:
     """(o, final state or None), and the states before every chunk where they are asked for.
 
     An eager call on plain tensors goes straight to the kernels, and without a check or a plan where an equal one has gone
@@ -95,7 +104,7 @@ def run(op: Op, a: Arguments) -> Any:
             remember(key, decision)
     if forward_ad._current_level >= 0:
         refuse_gradients(op, a, "has no forward-mode derivative")
-    o, final, states = carry_out(decision, a)
+    o, final, states = carry_out(decision, a, watch)
     if states is not None and a.cu_seqlens is not None:
         states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
     return _results(a, o, final, states)

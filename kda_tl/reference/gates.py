@@ -12,6 +12,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+LARGEST_EXPONENT = 88.0  # exp of it is finite in float32
+
 
 def _promoted(*tensors: Tensor) -> list[Tensor]:
     dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
@@ -19,9 +21,9 @@ def _promoted(*tensors: Tensor) -> list[Tensor]:
 
 
 def _rate(A_log: Tensor) -> Tensor:
-    """exp(A_log), with A_log held below 80: a float32 infinity would meet zeros, in the gate at x = 0 and in its gradient where
-    the sigmoid saturates. e^80 saturates for any |x| > 1e-33 all the same."""
-    return A_log.clamp(max=80.0).exp()
+    """exp(A_log), with A_log held at 88, in float64 as well: there the kernels hold it, since float32 ends at e^88.7. An
+    infinite rate would meet zeros, in the gate at x = 0 and in its gradient where the sigmoid saturates."""
+    return A_log.clamp(max=LARGEST_EXPONENT).exp()
 
 
 def _softplus(x: Tensor) -> Tensor:

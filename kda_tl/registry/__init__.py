@@ -3,7 +3,7 @@
 from .bundle import Bundled, BundleError, export_bundle, import_bundle
 from .errors import DamagedArtifact, ManifestError, RegistryError
 from .manifest import Manifest
-from .paths import checkout_root, default_root, search_path
+from .paths import checkout_root, default_root, install_command, is_writable, named_roots, search_path
 from .store import ARTIFACT_FORMAT, Entry, Registry, Served
 
 __all__ = [
@@ -21,5 +21,8 @@ __all__ = [
     "default_root",
     "export_bundle",
     "import_bundle",
+    "install_command",
+    "is_writable",
+    "named_roots",
     "search_path",
 ]

@@ -51,8 +51,9 @@ def export_bundle(registry: Registry, file: Path, archs: Sequence[str] | None = 
 
     Raises:
         DamagedArtifact: an artifact is not what was built; it was quarantined.
-        RegistryError: there is nothing to export for an arch, or what its manifest names is missing.
+        RegistryError: there is nothing to export for an arch, what its manifest names is missing, or `file` cannot be written.
     """
+    file = Path(os.path.abspath(file))
     names = registry.archs() if archs is None else list(dict.fromkeys(archs))
     manifests = {name: registry.manifest(name) for name in names}
     empty = [name for name, manifest in manifests.items() if not manifest.artifacts]
@@ -63,8 +64,10 @@ def export_bundle(registry: Registry, file: Path, archs: Sequence[str] | None = 
         registry.verify(folder)
     members = [registry.root / "manifest" / f"{name}.json" for name in sorted(names)]
     members += [path for folder in folders for path in sorted(folder.iterdir())]
-    file = Path(os.path.abspath(file))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    except OSError as error:
+        raise RegistryError(f"cannot write to {file.parent}: {error.strerror}") from None
     try:
         with os.fdopen(descriptor, "wb") as stream:
             with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -95,11 +98,17 @@ def import_bundle(file: Path, registry: Registry, sha256: str | None = None) -> 
     Raises:
         BundleError: it is not a bundle, is damaged, or has another hash. The registry serves what it did before.
         ManifestError: the registry's own manifest is damaged.
+        RegistryError: the registry cannot be made.
     """
+    if os.path.exists(file) and not os.path.isfile(file):  # a device may never end, and a pipe is read once only
+        raise BundleError(f"{file} is not a bundle: it must be a file that can be read twice")
     found = _sha256(file)
     if sha256 is not None and found != sha256.lower():
         raise BundleError(f"{file} has sha256 {found}, not {sha256}")
-    registry.root.mkdir(parents=True, exist_ok=True)
+    try:
+        registry.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RegistryError(f"cannot make the registry {registry.root}: {error.strerror}") from None
     with temporary_folder(registry.root) as folder:
         unpacked = Registry(folder)
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from .errors import RegistryError
 
-__all__ = ["checkout_root", "default_root", "search_path"]
+__all__ = ["checkout_root", "default_root", "install_command", "is_writable", "named_roots", "search_path"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "_artifacts"
@@ -25,13 +26,27 @@ def checkout_root() -> Path | None:
     return root if _PROJECT_NAME.search(text) else None
 
 
+def install_command(extras: str) -> str:
+    """What installs this package with `extras`, for messages: by the path of the repository, since no index has it."""
+    root = checkout_root()
+    if root is not None:
+        return f"pip install {shlex.quote(f'{root}[{extras}]')}"
+    return f"pip install 'CHECKOUT[{extras}]' (CHECKOUT: the path of the kda-tl repository)"
+
+
+def named_roots() -> list[Path]:
+    """The folders of $KDA_TL_REGISTRY, absolute; parts that are empty or blank are none."""
+    parts = os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep)
+    return [Path(os.path.abspath(os.path.expanduser(part))) for part in parts if part.strip()]
+
+
 def search_path() -> list[Path]:
     """The registry roots in the order of their precedence, whether or not they exist.
 
     $KDA_TL_REGISTRY (one or more folders separated by os.pathsep), build/ of a checkout, the user cache
     ($XDG_CACHE_HOME or ~/.cache)/kda-tl, and the artifacts shipped in a wheel.
     """
-    roots = [Path(os.path.expanduser(part)) for part in os.environ.get("KDA_TL_REGISTRY", "").split(os.pathsep) if part]
+    roots = named_roots()
     checkout = checkout_root()
     if checkout is not None:
         roots.append(checkout / "build")
@@ -50,7 +65,7 @@ def default_root() -> Path:
     """
     candidates = [root for root in search_path() if root != _SHIPPED]
     for root in candidates:
-        if _writable(root):
+        if is_writable(root):
             return root
     tried = ", ".join(map(str, candidates))
     raise RegistryError(f"no writable registry (tried {tried}): set KDA_TL_REGISTRY to a folder that you may write to")
@@ -64,7 +79,7 @@ def _user_cache() -> Path | None:
     return Path(home) / ".cache" if os.path.isabs(home) else None
 
 
-def _writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     """Whether `folder` is, or could be made to be, a folder that this user may write to."""
     existing = folder
     while not os.path.exists(existing) and existing != existing.parent:

@@ -176,6 +176,8 @@ class Registry:
         except FileNotFoundError:
             return Manifest(arch)
         except OSError as error:
+            if isinstance(error, NotADirectoryError) and not self.root.is_dir():  # a file in the way: no registry either
+                return Manifest(arch)
             raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None
         # The inode too: each publish makes a new one, and two of them can share a clock tick and a size.
         version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
@@ -192,7 +194,7 @@ class Registry:
         if entry is None:
             return ()
         found = tuple(Served(one.up_to, self.root / "artifacts" / one.id, one.fields) for one in sized_artifacts(entry))
-        return found if all(one.path.is_dir() for one in found) else ()
+        return found if all(_is_folder(one.path) for one in found) else ()
 
     def find(self, arch: str, spec_key: str) -> Path | None:
         """The folder of the artifact that serves the largest problems of a spec on `arch`, as `classes`; None for none."""
@@ -205,11 +207,14 @@ class Registry:
         if id is None:
             return None
         path = self.root / "support" / id
-        return path if path.is_dir() else None
+        return path if _is_folder(path) else None
 
     def archs(self) -> list[str]:
-        """The archs that have a manifest here."""
-        return sorted(path.stem for path in (self.root / "manifest").glob("[!.]*.json"))
+        """The archs that have a manifest here. Raises RegistryError where the folder cannot be read."""
+        try:
+            return sorted(path.stem for path in (self.root / "manifest").glob("[!.]*.json"))
+        except OSError as error:
+            raise RegistryError(f"cannot read {self.root / 'manifest'}: {error.strerror}") from None
 
     def entries(self, arch: str | None = None) -> list[Entry]:
         """Every published artifact, of one arch or of all, sorted by arch, spec key and size."""
@@ -405,6 +410,13 @@ def _find_damage(path: Path, contents: bool) -> dict[str, Any] | tuple[str, str]
         raise RegistryError(f"cannot read {path / file}: {error.strerror}") from error
     except (ValueError, RecursionError):
         return file, "is not JSON"
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:  # no right to look
+        raise RegistryError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _digest(meta: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "LARGEST",
     "Choice",
     "assume_arch",
+    "assumed_arch",
     "choose",
     "device_arch",
     "device_guard",
@@ -79,6 +80,8 @@ def _bounds(classes: Sequence[Served] | Sequence[SizeClass]) -> tuple[int, ...]:
 
 
 _assumed: ContextVar[str | None] = ContextVar("kda_tl_assumed_arch", default=None)
+assumed_arch = _assumed.get
+"""What `assume_arch` says here, None outside of it."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["VARIABLES", "arch_setting", "check_setting", "nvtx", "on_miss", "registry_setting"]
+__all__ = ["CHECK", "VARIABLES", "arch_setting", "check_setting", "nvtx", "on_miss", "registry_setting"]
 
 VARIABLES = {
     "KDA_TL_REGISTRY": "registry folders, searched before all others",
@@ -33,6 +33,8 @@ def _raw(name: str) -> Callable[[], object]:
 registry_setting = _raw("KDA_TL_REGISTRY")
 arch_setting = _raw("KDA_TL_ARCH")
 check_setting = _raw("KDA_TL_CHECK")
+CHECK: object = os.environ.encodevalue("1") if isinstance(getattr(os.environ, "_data", None), dict) else "1"
+"""What `check_setting` gives where KDA_TL_CHECK=1."""
 
 
 def on_miss() -> str:

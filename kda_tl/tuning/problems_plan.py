@@ -83,13 +83,14 @@ def read_plan(folder: Path) -> Plan:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
-            raise KeyError("format")
+            raise ValueError(f"its format is {data['format']!r}")
         return Plan(data["arch"], data["versions"], tuple(map(_spec, data["specs"])), data["untuned"])
     except FileNotFoundError:
         raise PlanError(f"{folder} has no {PLAN}: make one with `kda-tl autotune --arch ARCH --prepare {folder}`") from None
     except (ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise PlanError(
-            f"{path} is no plan of format {FORMAT} ({error}): make one with `kda-tl autotune --arch ARCH --prepare {folder}`"
+            f"{path} is no plan of format {FORMAT} ({reason}): make one with `kda-tl autotune --arch ARCH --prepare {folder}`"
         ) from None
 
 

@@ -89,6 +89,10 @@ def test_wrong_options(run: Run, tmp_path: Path) -> None:
     assert run("autotune").exit_code == 2
     assert run("autotune", "--arch", "cpu", "--prepare", tmp_path, "--measure", tmp_path).exit_code == 2
     assert run("autotune", "--arch", "cpu", "--kernel", "no_such").exit_code == 2
+    nothing = run("autotune", "--arch", "cpu", "--prepare", tmp_path, "--kernel", "chunk_scan", "--op", "recurrent_kda")
+    assert nothing.exit_code == 2 and "no kernel chunk_scan of cpu serves --op recurrent_kda" in nothing.output
+    assert run("autotune", "--measure", tmp_path, "--budget", "nan").exit_code == 2
+    assert not list(tmp_path.iterdir())
     missing = run("autotune", "--measure", tmp_path)
     assert missing.exit_code == 1 and "--prepare" in missing.output
 
@@ -111,3 +115,19 @@ def test_the_measuring_half_needs_no_compiler(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", "import json\n" + code], capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "option", "of"),
+    [
+        ("apply", "--kernel=chunk_wy", "--prepare and --measure"),
+        ("report", "--op=chunk_kda", "--prepare and --measure"),
+        ("prepare", "--resume", "--measure"),
+        ("report", "--budget=3", "--measure"),
+        ("measure", "--jobs=2", "--prepare and --apply"),
+    ],
+)
+def test_an_option_of_another_step_is_refused(run: Run, tmp_path: Path, step: str, option: str, of: str) -> None:
+    result = run("autotune", "--arch", "cpu", f"--{step}", tmp_path, option)
+    name = option.partition("=")[0]
+    assert result.exit_code == 2 and f"{name} is an option of {of}: it changes nothing with --{step}" in result.output

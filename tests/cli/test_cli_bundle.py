@@ -42,8 +42,11 @@ def test_errors_are_one_line(run, fill, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"no tar")
     result = run("bundle", "import", tmp_path / "x.tar", "--registry", tmp_path / "to")
     assert result.exit_code == 1 and result.output.startswith("Error: ") and "not a bundle" in result.output
-    result = run("bundle", "import", tmp_path / "x.tar", "--sha256", "00", "--registry", tmp_path / "to")
+    result = run("bundle", "import", tmp_path / "x.tar", "--sha256", 64 * "0", "--registry", tmp_path / "to")
     assert result.exit_code == 1 and "has sha256" in result.output
+    for malformed in ("", "00", 64 * "x"):
+        result = run("bundle", "import", tmp_path / "x.tar", "--sha256", malformed, "--registry", tmp_path / "to")
+        assert result.exit_code == 2 and "has 64 hexadecimal digits" in result.output
     fill(tmp_path / "from")
     result = run("bundle", "export", tmp_path / "no" / "folder" / "x.tar", "--registry", tmp_path / "from")
     assert result.exit_code == 1 and result.output.startswith("Error: ")

@@ -1,25 +1,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kda_tl.cli import doctor
+from kda_tl.registry import Registry
 from kda_tl.runtime import dispatcher, driver
+from kda_tl.specs import schedules
 from kda_tl.specs.archs import ARCHS
+from kda_tl.specs.defaults import default_specs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def plain_machine(roots, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, no variables, two empty registry folders, and nvcc where nobody looks."""
-    import os
-
     for name in list(os.environ):
         if name.startswith("KDA_TL_"):
             monkeypatch.delenv(name)
@@ -75,7 +83,7 @@ def test_the_lines_that_people_read(run, monkeypatch) -> None:
         ("apache-tvm-ffi", "0.1.9", "problem", "pip install 'apache-tvm-ffi>=0.1.11,<0.1.13'"),
         ("apache-tvm-ffi", "0.1.11", "ok", ""),
         ("apache-tvm-ffi", "0.1.12.post1", "ok", ""),
-        ("tilelang", None, "warning", "pip install 'kda-tl[build]'"),
+        ("tilelang", None, "warning", f"pip install '{ROOT}[build]'"),
         ("tilelang", "0.1.14", "warning", "pip install tilelang==0.1.15"),
         ("tilelang", "0.1.15+cu130", "ok", ""),
     ],
@@ -104,6 +112,8 @@ def test_packages(run, monkeypatch, package: str, version: str | None, status: s
         ("KDA_TL_ON_MISS", "bild", "problem"),
         ("KDA_TL_ON_MISS", "build", "ok"),
         ("KDA_TL_NVTX", "yes", "problem"),
+        ("KDA_TL_CHECK", "yes", "problem"),
+        ("KDA_TL_CHECK", "0", "ok"),
         ("KDA_TL_REGISTRY", "/nowhere", "ok"),
         ("KDA_TL_SOMETHING_ELSE", "1", "warning"),
         ("CXX", "g++", "ok"),
@@ -115,13 +125,24 @@ def test_variables(run, monkeypatch, name: str, value: str, status: str) -> None
     assert check["status"] == status and repr(value) in check["detail"] and bool(check["fix"]) == (status != "ok")
 
 
+def test_a_wrong_value_does_not_stop_the_command_that_names_it() -> None:
+    environment = {**os.environ, "KDA_TL_NVTX": "2", "KDA_TL_ON_MISS": "2", "KDA_TL_ARCH": "2", "KDA_TL_CHECK": "2"}
+    ran = subprocess.run([sys.executable, "-m", "kda_tl", "doctor", "--json"], cwd=ROOT, env=environment, capture_output=True,
+                         text=True, timeout=300)  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+    problems = {check["subject"] for check in json.loads(ran.stdout) if check["status"] == "problem"}
+    assert {"KDA_TL_NVTX", "KDA_TL_ON_MISS", "KDA_TL_ARCH", "KDA_TL_CHECK"} <= problems
+
+
 def test_registries(run, roots, fill, monkeypatch) -> None:
     registry = fill(roots[1])
     found = [check for check in checks(run, 0) if check["subject"] == "registry"]
     assert found[1]["status"] == "ok" and "cpu 2, sm_90 1" in found[1]["detail"] and "writable" in found[1]["detail"]
-    monkeypatch.setenv("KDA_TL_REGISTRY", str(roots[0]))
-    first = next(check for check in checks(run, 0) if check["subject"] == "registry")
-    assert first["status"] == "warning" and "KDA_TL_REGISTRY names it" in first["detail"] and "--registry" in first["fix"]
+    monkeypatch.setenv("HOME", str(roots[0].parent))
+    for named in (str(roots[0]), f"~/{roots[0].name}"):
+        monkeypatch.setenv("KDA_TL_REGISTRY", named)
+        first = next(check for check in checks(run, 0) if check["subject"] == "registry")
+        assert first["status"] == "warning" and "KDA_TL_REGISTRY names it" in first["detail"] and "--registry" in first["fix"]
     shutil.rmtree(registry.root / "artifacts" / "cpu-one")
     found = [check for check in checks(run, 1) if check["subject"] == "registry"]
     assert found[1]["status"] == "problem" and "1 listed, but gone" in found[1]["detail"] and "--arch cpu" in found[1]["fix"]
@@ -129,6 +150,112 @@ def test_registries(run, roots, fill, monkeypatch) -> None:
     found = checks(run, 1)
     assert "is damaged" in [check for check in found if check["subject"] == "registry"][1]["detail"]
     assert only(found, "device cpu")["status"] == "problem"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KDA_TL_REGISTERY", "KDA_TL_REGISTRY"),
+        ("KDATL_REGISTRY", "KDA_TL_REGISTRY"),
+        ("kda_tl_arch", "KDA_TL_ARCH"),
+        ("KDA_TL_ARHC", "KDA_TL_ARCH"),
+        ("KDA_TL_ONMISS", "KDA_TL_ON_MISS"),
+        ("KDA_TL_NVTX_", "KDA_TL_NVTX"),
+        ("KDA_TL_CACHE", None),
+        ("KDA_TL_PATH", None),
+        ("KDA_TL_TUNE", None),
+        ("KDA_TL_CHUNK", None),
+        ("KDA_TL_", None),
+    ],
+)
+def test_a_name_that_nothing_reads(run, monkeypatch, name: str, meant: str | None) -> None:
+    monkeypatch.setenv(name, "1")
+    check = only(checks(run), name)
+    assert check["status"] == "warning" and check["fix"] == f"unset {name}" + (f", and set {meant}" if meant else "")
+    if meant:
+        monkeypatch.setenv(meant, "")
+        assert only(checks(run), name)["fix"] == f"unset {name}"
+
+
+@pytest.fixture
+def schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """cpu.json of a folder of its own."""
+    folder = tmp_path / "schedules"
+    shutil.copytree(schedules.schedules_folder(), folder)
+    monkeypatch.setattr(schedules, "schedules_folder", lambda: folder)
+    return folder / "cpu.json"
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    content = json.loads(path.read_text())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "detail", "fix"),
+    [
+        (lambda path: path.unlink(), "not there", "kda-tl autotune --arch cpu"),
+        (lambda path: path.write_text("{"), "it is not JSON", "&& kda-tl autotune --arch cpu"),
+        (lambda path: path.write_text(edited(path, lambda c: c.update(format=1))), "its format is 1", "restore it, or rm "),
+        (lambda path: path.write_text(edited(path, lambda c: c.update(arch="sm_90"))), "its arch is 'sm_90'", "restore it"),
+        (
+            lambda path: path.write_text(edited(path, lambda c: c["schedules"].update({"nothing[x=1]": {}}))),
+            "entries that are not used: 1, the first nothing[x=1]: ",
+            "correct or remove what is named, or kda-tl autotune --arch cpu",
+        ),
+    ],
+)
+def test_a_schedules_file_that_cannot_be_used(run, schedule_file: Path, break_it, detail: str, fix: str) -> None:
+    break_it(schedule_file)
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "warning" and str(schedule_file) in check["detail"]
+    assert detail in check["detail"] and fix in check["fix"]
+
+
+def test_schedules_are_those_of_what_is_built(run, roots, schedule_file: Path) -> None:
+    assert only(checks(run, 0), "schedules cpu")["status"] == "ok"
+    registry, specs = Registry(roots[1]), default_specs("cpu")[:2]
+    for number, spec in enumerate(specs):
+        sizes = schedules.schedule_classes(spec, "cpu")
+        classes = [{"up_to": one.up_to, "id": f"{number}-{index}", "source": one.source} for index, one in enumerate(sizes)]
+        for one, size in zip(classes, sizes, strict=True):
+            registry.put("artifacts", one["id"], {"lib.so": b""}, {"schedule": size.schedule.as_dict()})
+        registry.publish("cpu", {spec.key: {"kernel": spec.kernel, "classes": classes}})
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "ok" and check["detail"].endswith("all 2 that are built have theirs")
+    changed = schedules.schedule_classes(specs[0], "cpu")[0].schedule.as_dict()
+    name = next(name for name, value in changed.items() if name in ("threads", "parts"))
+    changed[name] = {"threads": 256, "parts": 8}[name]
+    entry = {"classes": [{"up_to": None, "schedule": changed, "source": "model"}]}
+    schedule_file.write_text(edited(schedule_file, lambda content: content["schedules"].update({specs[0].key: entry})))
+    check = only(checks(run, 0), "schedules cpu")
+    assert check["status"] == "warning" and check["fix"] == "kda-tl build --arch cpu"
+    assert check["detail"].endswith("1 of 2 that are built have others")
+
+
+def test_every_arch_that_is_built_has_its_schedules_told(run, roots, fill) -> None:
+    fill(roots[1])
+    told = [check["subject"] for check in checks(run, 0) if check["subject"].startswith("schedules ")]
+    assert told == ["schedules sm_90", "schedules cpu"]
+
+
+def test_a_compiler_that_is_not_there(run, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -O2")
+    check = only(checks(run), "C++ compiler")
+    assert check["status"] == "warning" and "CXX must be the name or path" in check["detail"] and check["fix"] == "unset CXX"
+
+
+def test_a_file_where_a_registry_should_be(run, roots, monkeypatch) -> None:
+    roots[1].write_text("")
+    found = [check for check in checks(run, 0) if check["subject"] == "registry"]
+    assert found[1]["status"] == "ok" and found[1]["detail"].endswith("is a file")
+    monkeypatch.setenv("KDA_TL_REGISTRY", str(roots[1]))
+    found = checks(run, 0)  # what the others have still serves
+    check = [check for check in found if check["subject"] == "registry"][1]
+    assert check["status"] == "warning" and check["detail"].endswith(f"{roots[1]} is a file, though KDA_TL_REGISTRY names it")
+    assert check["fix"] == "name another folder with KDA_TL_REGISTRY"
+    assert "0 of" in only(found, "device cpu")["detail"]
 
 
 def test_quarantine_is_mentioned(run, roots, fill) -> None:
@@ -205,3 +332,4 @@ def test_every_variable_that_something_reads_is_known() -> None:
     root = Path(doctor.__file__).resolve().parents[1]
     used = {name for path in root.rglob("*.py") for name in re.findall(r"\bKDA_TL_[A-Z_]*[A-Z]\b", path.read_text())}
     assert used <= set(doctor.KNOWN_VARIABLES)
+    assert set(doctor.KNOWN_VARIABLES) <= set(re.findall(r"`(KDA_TL_[A-Z_]*)` \|", (root.parent / "README.md").read_text()))

@@ -114,6 +114,63 @@ def test_other_arguments(run) -> None:
     assert result.exit_code == 1 and "has no argument 'pool'" in result.output
 
 
-@pytest.mark.parametrize("words", ["--shape q", "--shape q=1,x", "--set 3=1", "--set x", "--shape q=1,-2"])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (f"--heads 2 --tokens {10**15}", "'--tokens'"),
+        (f"--heads {10**30} --tokens 5", "'--heads'"),
+        (f"--heads 1 --value-heads {2**31} --tokens 5", "'--value-heads'"),
+        (f"--heads 1 --batch {10**10} --tokens 5", "'--batch'"),
+        (f"--heads 1 --tokens 5 --head-dim-v {10**10}", "'--head-dim-v'"),
+        (f"--heads 1 --lengths {2**31}", "'--lengths'"),
+        (f"--heads 1 --lengths {2**31 - 1},1", "--lengths"),
+        (f"--heads 1 --lengths 5 --shape q=1,{10**10}", "'--shape'"),
+        (f"--heads 1 --lengths 5 --shape q={10**9},{10**9},{10**9}", "'--shape'"),
+        (f"--heads {10**9} --tokens {10**9}", "--tokens, --batch, --heads"),
+    ],
+)
+@pytest.mark.parametrize("op", ["chunk_kda", "recurrent_kda", "deltalog_decode_kda"])
+def test_absurd_sizes_are_refused_with_the_limit(run, op: str, words: str, named: str) -> None:
+    result = run("explain", op, *words.split())
+    message = result.output.split("Error: ")[1]
+    assert result.exit_code == 2 and named in message and len(message.splitlines()) == 1
+    assert "2147483647" in message or f"at most {2**60}" in message
+
+
+def test_no_plan_needs_the_memory_of_its_call(run) -> None:
+    """Terabytes of them: the normalizer is a column of v, and a DeltaLogCache has memory of its own."""
+    for words in (f"chunk_linear_attention --tokens {10**9} --heads 64", "deltalog_decode_kda --tokens 1 --heads 65535"):
+        result = run("explain", *words.split(), "--arch", "sm_90")
+        assert result.exit_code == 0 and "MISSING" in result.output
+
+
+def test_flags_take_no_other_words(run) -> None:
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--set", "output_final_state=no")
+    assert result.exit_code == 2 and "output_final_state must be true or false, got 'no'" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--shape q",
+        "--shape q=1,x",
+        "--set 3=1",
+        "--set x",
+        "--shape q=1,-2",
+        "--set scale=1 --set scale=2",
+        "--shape q=1 --set q=2",
+    ],
+)
 def test_malformed_assignments(run, words: str) -> None:
     assert run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, *words.split()).exit_code == 2
+
+
+@pytest.mark.parametrize("op", ["chunk_kda", "recurrent_kda", "deltalog_decode_kda"])
+def test_arguments_that_an_op_has_not(run, op: str) -> None:
+    result = run("explain", op, "--tokens", 1, "--heads", 2, "--set", "scael=2")
+    assert result.exit_code in (1, 2) and f"{op} has no argument 'scael'" in result.output.replace("\n", " ")
+
+
+def test_a_value_of_any_depth_is_a_word(run) -> None:
+    result = run("explain", "chunk_kda", "--tokens", 64, "--heads", 2, "--set", "scale=" + "-" * 100_000 + "1")
+    assert result.exit_code == 1 and "scale must be a number" in result.output

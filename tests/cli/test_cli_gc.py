@@ -53,6 +53,11 @@ def test_a_damaged_manifest_stops_it(run, fill, tmp_path: Path) -> None:
     assert (tmp_path / "artifacts" / "stray").is_dir()
 
 
+def test_no_age_is_nan(run, tmp_path: Path) -> None:
+    result = run("gc", "--min-age", "nan", "--registry", tmp_path)
+    assert result.exit_code == 2 and "'nan' is no number of minutes" in result.output
+
+
 def test_an_empty_folder(run, tmp_path: Path) -> None:
     result = run("gc", "--registry", tmp_path / "none")
     assert result.exit_code == 0 and "0 folders, 0 B removed" in result.output and not (tmp_path / "none").exists()

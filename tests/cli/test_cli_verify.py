@@ -92,3 +92,10 @@ def test_damaged_manifest(run, roots, fill) -> None:
     manifest.write_text("[]")
     result = run("verify")
     assert result.exit_code == 1 and str(manifest) in result.output
+
+
+def test_a_manifest_that_cannot_be_read_is_no_artifact(run, roots, fill) -> None:
+    registry = fill(roots[0])
+    (registry.root / "manifest" / "cpu.json").write_text("{")
+    result = run("verify")
+    assert result.exit_code == 1 and result.output.startswith("Error: manifests that cannot be read: 1\n")

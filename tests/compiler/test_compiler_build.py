@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from kda_tl.compiler import resources, toolchain
 from kda_tl.compiler.errors import BuildError, ToolchainError
-from kda_tl.registry import ManifestError, Registry
+from kda_tl.registry import ManifestError, Registry, RegistryError
 from kda_tl.specs.archs import ARCHS
 from kda_tl.specs.deltalog import DeltaLogPrepSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
@@ -73,6 +74,14 @@ def test_a_complete_registry_may_be_read_only(build, copied: Registry, monkeypat
     assert build.build("cpu", SPECS, copied, jobs=1, isolate=True) == results
     assert build.build("cpu", SPECS, copied, jobs=1) == results
     assert {path: path.stat().st_mtime_ns for path in copied.root.rglob("*")} == before
+
+
+@needs_tilelang
+def test_a_registry_that_cannot_be_written_shows_before_anything_is_compiled(build, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(build, "run_tasks", refuse)
+    (tmp_path / "file").touch()
+    with pytest.raises(RegistryError, match="file/registry cannot be written: name another folder with --registry"):
+        build.build("cpu", SPECS, Registry(tmp_path / "file" / "registry"), jobs=2)
 
 
 @needs_tilelang
@@ -263,7 +272,7 @@ def test_tilelang_is_absent(monkeypatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(ToolchainError, match=r"building needs TileLang: pip install 'kda-tl\[build\]'"):
+    with pytest.raises(ToolchainError, match=r"building needs TileLang: pip install '.*\[build\]'"):
         toolchain.require_tilelang()
 
 
@@ -301,7 +310,7 @@ def test_apache_tvm_beside_tilelang(monkeypatch) -> None:
 def test_nvcc_is_absent(build, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module("tilelang.env"), "CUDA_HOME", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolchainError, match=r"needs nvcc 13: install the CUDA toolkit or pip install 'kda-tl\[nvcc\]'"):
+    with pytest.raises(ToolchainError, match=r"needs nvcc 13: install the CUDA toolkit, or pip install '.*\[build,nvcc\]'"):
         toolchain.nvcc_compiler()
 
 
@@ -332,6 +341,10 @@ def test_the_cxx_compiler(failing_compiler: Path, tmp_path: Path, monkeypatch) -
     assert toolchain.cxx_compiler() == str(tmp_path / "clang++")
     monkeypatch.setenv("CXX", str(failing_compiler))
     assert toolchain.cxx_compiler() == str(failing_compiler)
+    for named in ("clang++ -O2", str(tmp_path / "nothing")):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(ToolchainError, match=rf"^CXX must be the name or path of .*got {re.escape(repr(named))}$"):
+            toolchain.cxx_compiler()
 
 
 # -- resources -----------------------------------------------------------------------------------------------------------

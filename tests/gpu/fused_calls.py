@@ -32,12 +32,14 @@ def inputs(seed: int, device: str, T: int = 150, K: int = 128, heads: int = 2) -
     }
 
 
-def unfused(x: dict[str, Any]) -> tuple[Tensor, ...]:
+def unfused(x: dict[str, Any], op: Any = kda_tl.chunk_kda) -> Any:
+    """The call as if nothing had gone before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_maker", lambda: None)
+        patch.setattr(fused, "native", lambda name: None)
+        patch.setattr(op.repeated, "call", lambda *given: None)
         patch.setattr("kda_tl.ops.prefill_library.known", lambda key: None)
         patch.setattr("kda_tl.ops.prefill_library.remember", lambda key, decision: None)
-        return kda_tl.chunk_kda(**x)
+        return op(**x)
 
 
 def with_everything(seed: int, device: str) -> dict[str, Any]:

@@ -64,6 +64,13 @@ def test_decay_at_the_edges(gates, form: GateForm, A_log: float) -> None:
     torch.testing.assert_close(found, want, rtol=2e-6, atol=max(underflow, 1e-37), equal_nan=True)
 
 
+def test_a_rate_is_held_where_the_reference_holds_it() -> None:
+    from kda_tl.kernels.tiles.gates import LARGEST_EXPONENT
+    from kda_tl.reference import gates
+
+    assert LARGEST_EXPONENT == gates.LARGEST_EXPONENT
+
+
 def test_known_values(gates) -> None:
     """A bounded gate is no clamped softplus, and sigmoid(0.5) no bfloat16."""
     zero = torch.zeros(1)

@@ -99,8 +99,13 @@ def test_the_other_rules_name_their_own_arguments() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"slots": 0}, ValueError, "slots must be a positive integer, got 0"),
-        ({"HV": 1.5}, ValueError, "HV must be a positive integer, got 1.5"),
+        ({"slots": 0}, ValueError, "slots must be an integer from 1 to 2147483647, got 0"),
+        ({"slots": True}, ValueError, "slots must be an integer from 1 to 2147483647, got True"),
+        ({"slots": 2**31}, ValueError, "slots must be an integer from 1 to 2147483647, got 2147483648"),
+        ({"HV": 1.5}, ValueError, "HV must be an integer from 1 to 65535, got 1.5"),
+        ({"HV": 65536}, ValueError, "HV must be an integer from 1 to 65535, got 65536"),
+        ({"K": 64.0}, ValueError, "K must be 64 or 128, got 64.0"),
+        ({"rule": ["kda"]}, ValueError, r"rule must be one of kda, gdn, rwkv6, got \['kda'\]"),
         ({"K": 96}, ValueError, "K must be 64 or 128, got 96"),
         ({"V": 256}, ValueError, "V must be 64 or 128, got 256"),
         ({"rule": "mamba"}, ValueError, "rule must be one of kda, gdn, rwkv6, got 'mamba'"),
@@ -109,8 +114,16 @@ def test_the_other_rules_name_their_own_arguments() -> None:
         ({"merge_every": 0}, ValueError, "merge_every must be an integer from 1 to 16, got 0"),
         ({"merge_every": 17}, ValueError, "merge_every must be an integer from 1 to 16, got 17"),
         ({"launches": 3}, ValueError, "launches must be 1 or 2, got 3"),
-        ({"launches": 2, "rule": "gdn"}, ValueError, "launches must be 1 for gdn with a float32 base"),
-        ({"state_v_first": False, "rule": "rwkv6"}, ValueError, "state_v_first must be True for rwkv6 with a float32 base"),
+        (
+            {"launches": 2, "rule": "gdn"},
+            ValueError,
+            "launches must be 1 for gdn with a float32 base; for cpu, two launches are built",
+        ),
+        (
+            {"state_v_first": False, "rule": "rwkv6"},
+            ValueError,
+            r"state_v_first must be True for rwkv6 with a float32 base; for cpu, \[K, V\] is built",
+        ),
         ({"state_v_first": False, "launches": 2}, ValueError, "launches must be 1 where state_v_first is False"),
         ({"state_v_first": False, "base": torch.zeros(4, 2, 64, V)}, ValueError, r"base must have shape \[slots, HV, K, V\]"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from op_inputs import make
 from rule_inputs import NAMES, inputs
 
 import kda_tl
+from kda_tl.ops import prefill
 from kda_tl.ops.explain import PREFILL_OPS
 from kda_tl.ops.plan import Launch, Plan
 from kda_tl.registry import Registry
@@ -60,6 +62,18 @@ def test_every_op_has_a_plan(name: str, cpu_kernels: Registry) -> None:
         return
     assert plan.op == function.op.name and "1 sequence of 1 token," in str(plan) and "MISSING" not in str(plan)
     assert str(kda_tl.explain(function, **x)) == str(plan)
+
+
+@pytest.mark.parametrize("given", ["nothing", "state", "z", "both"])
+def test_a_plan_with_a_normalizer_is_that_of_the_joined_tensors(given: str) -> None:
+    """It is made of shapes alone, without joining anything."""
+    module = sys.modules["kda_tl.ops.chunk_linear_attention"]
+    q, k, v = (torch.randn(2, 130, 2, 128) for _ in range(3))
+    state, z = torch.randn(2, 2, 128, 128, dtype=torch.bfloat16), torch.randn(2, 1, 2, 128)
+    pair = {"nothing": None, "state": (state, None), "z": (None, z), "both": (state, z)}[given]
+    joined = prefill.plan(module.CHUNK_LINEAR_ATTENTION, module.arguments(q, k, v, initial_state=pair))
+    assert kda_tl.explain("chunk_linear_attention", q, k, v, initial_state=pair) == joined
+    assert joined.problem["V"] == 129
 
 
 def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

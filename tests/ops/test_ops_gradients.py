@@ -282,6 +282,14 @@ def test_a_saturated_bounded_gate(A_log: float) -> None:
         assert found[key].any() == (A_log == 1.0)
 
 
+def test_a_decay_beyond_float32() -> None:
+    x = make("kda", 1, 70, 1, 2, 8, 8, dtype=torch.float32)
+    x["g"] = torch.where(torch.rand(1, 70, 2, 8, generator=torch.Generator().manual_seed(0)) < 0.5, -88.0, 30.0)
+    x["A_log"], x["dt_bias"] = torch.full((2,), 88.0), torch.zeros(16)
+    found = recomputed(x, Recomputation(RULES["kda"], use_gate_in_kernel=True), dtype=torch.float32)
+    assert all(gradient.isfinite().all() for gradient in found.values()) and found["g"].any()
+
+
 @pytest.mark.parametrize("name", ["kda", "gdn"])
 def test_no_gate_is_a_gate_of_zero(name: str) -> None:
     zero = make(name, 1, 128, 2, 2, 64, 64, dtype=torch.float32)

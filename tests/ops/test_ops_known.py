@@ -79,6 +79,8 @@ def test_what_is_not_plain_is_never_recognised(monkeypatch: pytest.MonkeyPatch) 
     assert key(q=None) is None and key(k=3) is None
     monkeypatch.setenv("KDA_TL_CHECK", "1")
     assert key() is None
+    monkeypatch.setenv("KDA_TL_CHECK", "0")
+    assert key() is not None
 
 
 def test_what_a_call_depends_on_besides_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -63,6 +63,26 @@ def test_gate_softplus_has_no_linear_branch() -> None:
     assert out[1] == -800.0 and out[2] == 0.0
 
 
+@pytest.mark.parametrize("A_log", [79.5, 85.0, 88.0])
+def test_a_rate_that_float32_holds_is_exact(A_log: float) -> None:
+    """Where it is large enough to matter, softplus(x) is e^x, or x is tiny in the sigmoid."""
+    x = [-A_log - 2.0, -A_log, -A_log + 2.0, 1e-37, 1e-36, 1.0]
+    g, rate = torch.tensor(x, dtype=torch.float64), torch.tensor([A_log], dtype=torch.float64)
+    for form, bound in (("softplus", None), ("bounded", -5.0)):
+        out = kda_gate(g.reshape(1, 6, 1, 1), rate, lower_bound=bound).flatten().tolist()
+        assert out == pytest.approx([FORMS[form](value, A_log) for value in x], rel=1e-12, abs=0)
+    assert gdn_gate(g.reshape(1, 6, 1), rate).flatten().tolist() == pytest.approx(
+        [FORMS["softplus"](value, A_log) for value in x], rel=1e-12, abs=0
+    )
+
+
+def test_a_rate_beyond_float32_is_held_in_every_dtype() -> None:
+    g = torch.tensor([-90.0, 0.0, 1.0]).reshape(1, 3, 1, 1)
+    for dtype in (torch.float32, torch.float64):
+        held, beyond = (kda_gate(g.to(dtype), torch.tensor([A_log], dtype=dtype)) for A_log in (88.0, 200.0))
+        assert torch.equal(held, beyond) and beyond.isfinite().all()
+
+
 def test_gate_needs_a_form() -> None:
     g = torch.zeros(1, 1, 2, 3)
     with pytest.raises(ValueError, match="A_log, lower_bound"):
@@ -111,7 +131,7 @@ def test_gates_and_their_gradients_are_finite_for_any_rate(A_log: float) -> None
         g = torch.tensor([-800.0, -1.0, 0.0, 1.0, 800.0]).reshape(1, 5, 1, 1).requires_grad_()
         rate, dt_bias = torch.tensor([A_log], requires_grad=True), torch.zeros(1, requires_grad=True)
         out = kda_gate(g, rate, dt_bias, lower_bound)
-        assert out.isfinite().all() and (out <= 0).all()
+        assert (out <= 0).all() and (out.isfinite() | (A_log > 80) & (g == 800) & (lower_bound is None)).all()
         out.exp().sum().backward()
         assert all(x.grad is not None and x.grad.isfinite().all() for x in (g, rate, dt_bias))
 

@@ -181,6 +181,21 @@ def test_no_bundle_at_all(tmp_path: Path) -> None:
         import_bundle(tmp_path / "none", Registry(tmp_path / "to"))
 
 
+def test_folders_that_cannot_be_written_are_named(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match=f"cannot write to {tmp_path}/none: No such file or directory"):
+        export_bundle(registry, tmp_path / "none" / "out.tar")
+    out = export_bundle(registry, tmp_path / "out.tar")
+    with pytest.raises(RegistryError, match=f"cannot make the registry {out.file}/registry: Not a directory"):
+        import_bundle(out.file, Registry(out.file / "registry"))
+
+
+def test_what_cannot_be_read_twice_is_no_bundle(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(BundleError, match=f"{file} is not a bundle: it must be a file that can be read twice"):
+            import_bundle(file, Registry(tmp_path / "to"))
+
+
 def test_the_wrong_hash(registry: Registry, tmp_path: Path) -> None:
     out = export_bundle(registry, tmp_path / "x.tar")
     with pytest.raises(BundleError, match=f"has sha256 {out.sha256}, not {'0' * 64}"):

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from kda_tl.registry import RegistryError, checkout_root, default_root, paths, search_path
+from kda_tl.registry import (
+    ManifestError,
+    Registry,
+    RegistryError,
+    checkout_root,
+    default_root,
+    install_command,
+    paths,
+    search_path,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +53,7 @@ def test_order(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert default_root() == checkout / "build"
 
     first, second = tmp_path / "first", tmp_path / "second"
-    monkeypatch.setenv("KDA_TL_REGISTRY", os.pathsep.join([str(first), "", str(second), str(first)]))
+    monkeypatch.setenv("KDA_TL_REGISTRY", os.pathsep.join([str(first), "", str(second), " ", str(first), ""]))
     assert search_path() == [
         first,
         second,
@@ -68,6 +80,17 @@ def test_somebody_elses_project_is_no_checkout(installed: Path) -> None:
     assert checkout_root() is None
 
 
+def test_what_installs_the_package_names_the_repository(installed: Path) -> None:
+    assert install_command("build") == "pip install 'CHECKOUT[build]' (CHECKOUT: the path of the kda-tl repository)"
+    checkout = make_checkout(installed)
+    assert install_command("build,nvcc") == f"pip install '{checkout}[build,nvcc]'"
+
+
+def test_no_message_takes_the_package_for_one_of_an_index() -> None:
+    files = (file for folder in ("kda_tl", "tools") for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh"))
+    assert not [str(file) for file in files if re.search(r"pip install\W+kda-tl\b", file.read_text())]
+
+
 def test_default_root_skips_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -80,6 +103,14 @@ def test_default_root_skips_what_cannot_be_written(tmp_path: Path, monkeypatch: 
 
 def test_this_checkout_knows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    root = Path(__file__).resolve().parents[2]
-    assert checkout_root() == root
-    assert root / "build" in search_path()
+    assert checkout_root() == ROOT
+    assert ROOT / "build" in search_path()
+
+
+def test_a_file_in_the_way_is_no_registry(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "registry"):
+        assert Registry(root).classes("cpu", "k[one]") == () and Registry(root).entries() == []
+    (tmp_path / "manifest").touch()  # but this folder was to be one
+    with pytest.raises(ManifestError, match=f"cannot read the manifest {tmp_path}/manifest/cpu.json: Not a directory"):
+        Registry(tmp_path).classes("cpu", "k[one]")

@@ -18,7 +18,7 @@ if sys.argv[3:] == ["hide-tilelang"]:
     sys.modules["tilelang"] = sys.modules["tvm"] = None  # type: ignore[assignment]
 
 import torch
-import tvm_ffi
+from fake_device import on_device
 from prefill_arguments import prefill_arguments
 
 from kda_tl.registry import Registry
@@ -26,51 +26,25 @@ from kda_tl.runtime import fused
 from kda_tl.runtime.loader import load
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 
-KDL_CUDA = 2
 OPERANDS = getattr(torch, ChunkWySpec().operand_dtype)
-
-capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-capsule_pointer.restype = ctypes.c_void_p
-capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
-class OnDevice:
-    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return KDL_CUDA, 0
-
-    def __dlpack__(self, **_: object) -> object:
-        capsule = self.tensor.__dlpack__()
-        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-        ctypes.c_int32.from_address(device).value = KDL_CUDA
-        return capsule
 
 
 def arguments(*shape: Any) -> dict[str, dict[str, Any]]:
     return prefill_arguments(*shape, dtype=torch.bfloat16, operand_dtype=OPERANDS)
 
 
-def on_device(x: Any) -> Any:
-    return tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x
-
-
 def call_fused(kernels: dict[str, Any], calls: dict[str, dict[str, Any]]) -> str | None:
-    """Both kernels as one native call: what chunk_wy leaves to chunk_scan is cut out of one tensor."""
+    """Both kernels as one native call. Memory between them is the caller's as well: torch has none of a device to lend here."""
     watch = fused.Watch()
     watch.launches = [(kernels[kernel], tuple(by_name.values())) for kernel, by_name in calls.items()]
-    scratch = [calls["chunk_wy"][name] for name in ("q_decayed", "k_decayed", "k_to_end", "chunk_decay", "A_inv", "P")]
-    given = [x for by_name in calls.values() for x in by_name.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
-    tensors = list({id(x): x for x in given if all(x is not part for part in scratch)}.values())
+    given = [x for by_name in calls.values() for x in by_name.values() if isinstance(x, torch.Tensor) and x.numel() > 0]
+    tensors = list({id(x): x for x in given}.values())
     constant = fused._constant
     fused._constant = lambda argument: on_device(constant(argument))
-    made = watch.fused(scratch, tensors)
+    made = watch.fused(tensors)
     assert made is not None
     try:
-        made.run(*map(on_device, (torch.empty(made.scratch_bytes, dtype=torch.uint8), *tensors)))
+        made.run(*map(on_device, tensors))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -85,7 +59,7 @@ def main() -> None:
         kernels[spec.kernel] = load(registry, path, arch, spec.key)
 
     def call(kernel: str, by_name: dict[str, Any]) -> str | None:
-        values = [tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in by_name.values()]
+        values = [on_device(x) for x in by_name.values()]
         try:
             kernels[kernel](*values)
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
@@ -22,18 +21,7 @@ from kda_tl.ops.prefill_decision import Decision
 from kda_tl.runtime import dispatcher, fused
 from kda_tl.runtime.counters import counters, reset_counters
 
-pytestmark = [pytest.mark.tilelang, pytest.mark.usefixtures("cpu_kernels")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """kda_tl.launches, compiled as a build for a GPU arch does."""
-    from kda_tl.compiler.support import compile_helper
-
-    if tvm_ffi.get_global_func("kda_tl.launches", allow_missing=True) is None:
-        path = tmp_path_factory.mktemp("native") / "libkda_tl_native.so"
-        path.write_bytes(compile_helper())
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+pytestmark = [pytest.mark.tilelang, pytest.mark.usefixtures("cpu_kernels", "native_helper")]
 
 
 @pytest.fixture
@@ -56,6 +44,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     plain = prefill_launch.launch
     known: Known[Decision] = Known()
     monkeypatch.setattr(prefill_launch, "launch", launch)
+    monkeypatch.setattr(kda_tl.chunk_kda.repeated, "call", lambda *given: None)
     monkeypatch.setattr(dispatcher, "kernel", kernel)
     for name in ("known", "remember"):
         found = known.get if name == "known" else known.put
@@ -108,31 +97,35 @@ def test_a_decision_keeps_no_tensor_of_a_call(as_on_a_gpu: list[str]) -> None:
 def test_without_the_native_function_or_with_ranges_kernels_are_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = fused.Watch()
     watch.of(lambda x: None)(1)
-    assert watch.fused([], []) is None
-    monkeypatch.setattr(fused, "_maker", lambda: None)
+    assert watch.fused([]) is None
+    monkeypatch.setattr(fused, "native", lambda name: None)
     watch = fused.Watch()
     watch.of(tvm_ffi.get_global_func("testing.nop"))(1)
-    assert watch.fused([], []) is None
+    assert watch.fused([]) is None
 
 
 def test_launches_with_a_tensor_of_unknown_origin_stay_apart() -> None:
     watch = fused.Watch()
-    watch.of(tvm_ffi.get_global_func("testing.nop"))(torch.zeros(3))
-    assert watch.fused([], []) is None
+    watch.of(tvm_ffi.get_global_func("testing.nop"))(torch.zeros(1))
+    assert watch.fused([torch.zeros(1)]) is None
 
 
 def test_views_lie_apart_in_the_scratch_tensor() -> None:
     seen: list[Tensor] = []
     watch = fused.Watch()
     parts = [torch.zeros(3, 5), torch.zeros(7, dtype=torch.float16), torch.zeros(2, 2, 2, dtype=torch.bfloat16)]
-    watch.of(extern_kernel(lambda *a: seen.extend(a)))(*parts, 5, 0.5)
-    run = watch.fused(parts, [])
-    assert run is not None and run.scratch_bytes == 3 * 512
+    given = torch.zeros(4, 6)
+    watch.of(extern_kernel(lambda *a: seen.extend(a)))(*parts, 5, 0.5, given.transpose(0, 1), fused.stand_in(torch.zeros(1)))
+    watch.scratch += parts
+    run = watch.fused([given])
+    assert run is not None
     seen.clear()
-    run(torch.device("cpu"))
+    other = torch.zeros(4, 6)
+    run(other)
     assert [(x.shape, x.dtype, x.stride()) for x in seen[:3]] == [(x.shape, x.dtype, x.stride()) for x in parts]
     start = seen[0].data_ptr()
-    assert [x.data_ptr() - start for x in seen[:3]] == [0, 512, 1024] and seen[3:] == [5, 0.5]
+    assert [x.data_ptr() - start for x in seen[:3]] == [0, 512, 1024] and seen[3:5] == [5, 0.5]
+    assert seen[5].data_ptr() == other.data_ptr() and (seen[5].shape, seen[5].stride()) == ((6, 4), (1, 6))
 
 
 def test_an_error_of_a_kernel_is_raised() -> None:
@@ -140,8 +133,8 @@ def test_an_error_of_a_kernel_is_raised() -> None:
     function = tvm_ffi.convert(lambda fail: 1 / fail)
     watch.of(function)(1)
     watch.launches[0] = (function, (0,))
-    run = watch.fused([], [])
+    run = watch.fused([torch.zeros(1)])
     assert run is not None
     with pytest.raises(RuntimeError, match="division by zero"):
-        run(torch.device("cpu"))
+        run(torch.zeros(1))
     assert prefill_decision.known(None) is None

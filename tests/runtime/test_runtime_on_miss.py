@@ -31,8 +31,10 @@ with open(os.environ["STUB_LOG"], "a") as log:
     log.write(" ".join(sys.argv[1:]) + f" on_miss={os.environ.get('KDA_TL_ON_MISS')}\\n")
 if what == "fail":
     sys.exit("Error: nvcc says no")
-if what == "copy":
-    shutil.copytree(source, sys.argv[sys.argv.index("--registry") + 1], dirs_exist_ok=True)
+if what == "copy":  # as a build does, what the manifest names before the manifest: others look meanwhile
+    target = sys.argv[sys.argv.index("--registry") + 1]
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("manifest"), dirs_exist_ok=True)
+    shutil.copytree(os.path.join(source, "manifest"), os.path.join(target, "manifest"), dirs_exist_ok=True)
 """
 
 
