@@ -21,9 +21,10 @@ from kda_tl.tuning.timings import Timing, TimingsError, read_timings
 __all__ = ["TOLERANCE", "Applied", "Gain", "apply"]
 
 TOLERANCE = 1.02
-HEIR_TOLERANCE = 1.2
-"""Siblings that were not timed have coarser classes: each one is a program more."""
 """Times this close to the best count as the best where that saves a class. No choice is further above what was in force."""
+HEIR_TOLERANCE = 1.2
+"""Siblings that were not timed have coarser classes: each one is a program more. At this distance the times of clear losers,
+of fewer rounds, are good enough to count."""
 
 Serves = Callable[[str, Mapping[str, Any]], bool]
 
@@ -119,6 +120,7 @@ def apply(
             notes.append(f"{key}: timings of no spec of this version, {error}")
             continue
         table, unknown = _Table.of(spec.kernel, records, arch)
+        coarse, _ = _Table.of(spec.kernel, records, arch, stopped=True)
         if unknown:
             notes.append(f"{key}: {len(unknown)} timings of schedules that this version does not have, {unknown[0]}")
         chosen = table.choose()
@@ -130,9 +132,9 @@ def apply(
         entries[key] = {"classes": [class_as_json(one) for one in gains[-1].classes]}
         for heir in (heirs or {}).get(key, ()):
             spec_of_key(heir)
-            own = table.choose(None if serves is None else functools.partial(_serves, serves, heir), HEIR_TOLERANCE)
+            own = coarse.choose(None if serves is None else functools.partial(_serves, serves, heir), HEIR_TOLERANCE)
             if own is not None:
-                classes = [SizeClass(up_to, schedule, "model") for up_to, schedule in table.bounds(own)]
+                classes = [SizeClass(up_to, schedule, "model") for up_to, schedule in coarse.bounds(own)]
                 entries[heir] = {"classes": [class_as_json(one) for one in classes]}
                 inherited.append(heir)
     changed = sorted(key for key in entries if entries[key] != before.get(key))
@@ -168,7 +170,9 @@ class _Table:
     records: Mapping[tuple[Schedule, int], Timing]
 
     @classmethod
-    def of(cls, kernel: str, records: Sequence[Timing], arch: str) -> tuple[_Table, list[str]]:
+    def of(cls, kernel: str, records: Sequence[Timing], arch: str, stopped: bool = False) -> tuple[_Table, list[str]]:
+        """stopped: whether losers that were stopped early have times, too. Beside it, schedules that this version has not."""
+        counted = ("ok", "stopped") if stopped else ("ok",)
         last: dict[tuple[Schedule, int, str], Timing] = {}
         unknown = []
         for record in records:
@@ -181,7 +185,7 @@ class _Table:
             last.pop(key, None)  # to the end: records of a size are in the order of their last measurement
             last[key] = record
         out = {schedule for (schedule, _, _), record in last.items() if record.status in ("wrong", "crashed")}
-        ok = {key: record for key, record in last.items() if record.status == "ok" and key[0] not in out}
+        ok = {key: record for key, record in last.items() if record.status in counted and record.time_ms and key[0] not in out}
         problems: dict[int, set[str]] = {}
         for _, size, problem in ok:
             problems.setdefault(size, set()).add(problem)
