@@ -186,6 +186,17 @@ def test_siblings_take_over_what_serves_them(tmp_path: Path) -> None:
     assert applied.inherited == () and HEIR.key not in read_schedule_file(path / "sm_90.json", "sm_90")[0]
 
 
+def test_siblings_count_the_times_of_early_losers(tmp_path: Path) -> None:
+    """At 8 the tile of 64 was stopped at 1.1: too slow for the measured spec, near enough for a sibling to save a class."""
+    lines = [
+        record(64, 8, "stopped", time_ms=1.1), record(64, 64, 1.0), record(16, 8, 1.0),
+        record(16, 64, "stopped", time_ms=3.0),
+    ]  # fmt: skip
+    classes, _ = run(tmp_path, lines, heirs={SPEC.key: [HEIR.key]})
+    inherited = read_schedule_file(tmp_path / "sm_90.json", "sm_90")[0][HEIR.key]
+    assert shape(classes) == [(22, 16), (None, 64)] and shape(inherited) == [(None, 64)]
+
+
 # -- properties ----------------------------------------------------------------------------------------------------------
 
 outcomes = st.one_of(
