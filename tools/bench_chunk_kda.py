@@ -36,7 +36,7 @@ from kda_tl.specs.schedules import ChunkScanSchedule, ChunkWySchedule  # noqa: E
 ARCH = "sm_90"
 WY, SCAN = ChunkWySpec(), ChunkScanSpec()
 Kernels = dict[str, Callable[..., Any]]
-WY_VARIANTS = {"4 parts": ChunkWySchedule(), "2 parts": ChunkWySchedule(parts=2)}
+WY_VARIANTS = {"4 parts": ChunkWySchedule(), "2 parts, 3 blocks": ChunkWySchedule(parts=2, min_blocks=3)}
 WIDE = {"state_registers": 208, "value_registers": 152, "output_registers": 104, "load_registers": 40}
 SCAN_VARIANTS = {
     "plain": ChunkScanSchedule(),

@@ -14,7 +14,7 @@ NVIDIA H200. Three were counted and timed, the lean one in code that has gone si
 torch; milliseconds of chunk_wy + chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.62 + 0.37   0.23 + 0.17
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.58 + 0.37   0.21 + 0.17
     wide    W and U in place of A_inv and k_decayed, v                        9.5 + 5.5        ? + 0.33      ? + 0.16
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
@@ -25,10 +25,12 @@ A cluster of blocks that hold a head's V tiles and load once what all of them re
 back by remote arrivals) gives the same bits and no time: 0.49 for 0.47 ms with V tile 32 and clusters of two, 0.66 with four,
 whether one block loads for all or each a part. So loads are not the limit.
 What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
-tile 128. What limits chunk_wy is issue: 23,000 instructions of a warp per chunk, 2.0 of 4 per cycle with the 16 warps that 128
-registers allow, and 41 % of the memory's time; the rest of the cycles goes to barriers, loads and short dependences alike.
-The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu, those
-of chunk_wy before its last barriers were in place.
+tile 128. What limits chunk_wy are its phases: 16,500 instructions of a warp per chunk (22,900 before tokens were staged and the
+gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three blocks. No pipe is over 40 % busy, the memory
+under 45 %; of a warp's time 16 % goes to shared memory, 15 % to short dependences, 13 % to the first loads, 11 % to fetching
+instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue as much per cycle, and
+more in all; nor does a prefetch of the next chunks into the second-level cache.
+The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu.
 """
 
 from typing import Any
