@@ -64,14 +64,15 @@ def candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
                 operands = K * (C + 1 + C // 2 + 1) * width
             shared = operands + 2 * C * (C + BANK_ROWS) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
         else:
-            held = 2 * C * C // threads + 48
+            held = 2 * C * C // threads + 32
             columns = C if width == 2 else K
             shared = 2 * C * (columns + BANK_ROWS) * 4 + (8 + threads // C) * C * 4
         return objection(Block(threads, shared, held, schedule.min_blocks), arch, spare=2)
 
     if arch_row(arch).is_cpu:
         return space(ChunkWySchedule, judge, parts=(2, 4, 8))
-    return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=(1, 2, 3, 4))
+    most = 4 if spec.decay == "per_key" else 5
+    return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=tuple(range(1, most + 1)))
 
 
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:

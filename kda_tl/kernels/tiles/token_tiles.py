@@ -143,7 +143,9 @@ def start_products(t, o, delta):
         for i, j in t.parallel(o.rows, o.rows):
             o.kk[i, j] = 0.0
             o.qk[i, j] = 0.0
-            for d in T.serial(o.head_dim):
+        # Columns outside: rows outside would tempt nvcc to keep a whole row of k in registers.
+        for d in T.serial(o.head_dim):
+            for i, j in t.parallel(o.rows, o.rows):
                 if delta:
                     o.kk[i, j] = o.kk[i, j] + T.cast(o.tokens[1, i, d], "float32") * T.cast(o.tokens[1, j, d], "float32")
                 o.qk[i, j] = o.qk[i, j] + T.cast(o.tokens[0, i, d], "float32") * T.cast(o.tokens[1, j, d], "float32")
