@@ -133,10 +133,12 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             where[4] = block - where[5] * HV
             locate_chunk(where[5], uniform, seq_len, num_offsets - 1, cu_seqlens, C, where)
             where[3] = T.truncdiv(where[4], T.truncdiv(HV, H))
-            if where[2] > 0:
+            batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
+            if rows > 0:
                 if per_key:
                     per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decayed, k_decayed, k_to_end,
-                                  chunk_decay, A_inv, P, where, lower_bound, gate_form, beta_form, normalize)  # fmt: skip
+                                  chunk_decay, A_inv, P, batch, start, rows, head, value_head, slot, lower_bound, gate_form,
+                                  beta_form, normalize)  # fmt: skip
                 else:
                     scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_decayed, k_to_end, chunk_decay,
                                  A_inv, P, where, lower_bound, gate_form, beta_form, normalize)  # fmt: skip
@@ -146,13 +148,12 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
 
 @T.macro
 def per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P,
-                  where, lower_bound, gate_form, beta_form, normalize):  # fmt: skip
-    """A chunk with a decay for every column. where: batch, start, rows, head, value head, slot."""
+                  batch, start, rows, head, value_head, slot, lower_bound, gate_form, beta_form, normalize):  # fmt: skip
+    """A chunk with a decay for every column."""
     C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
     delta, read_first = spec.delta, spec.read_first
     size = C // parts
     staged = t.has_mma and dtype != "float32"
-    batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
     decay = t.column_pairs(C, K, "float32", parts)
     q_rows = t.column_pairs(C, K, operand_dtype, parts)
     k_rows = t.column_pairs(C, K, operand_dtype, parts)
@@ -265,10 +266,10 @@ def per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decaye
 @T.macro
 def scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P, where,
                  lower_bound, gate_form, beta_form, normalize):  # fmt: skip
-    """A chunk with one decay a row, or none. where: batch, start, rows, head, value head, slot."""
+    """A chunk with one decay a row, or none. where: batch, start, rows, head, value head and slot."""
+    batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
     C, K, delta, decays = spec.chunk_size, spec.head_dim_k, spec.delta, spec.decay == "scalar"
     threads = parts * K // 2
-    batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
     tiles = TokenTiles.allocate(t, C, K, spec.dtype, threads)
     factors = RowFactors.allocate(t, C)
     shares = threads // (2 * C) if tiles.core else 1
@@ -300,13 +301,13 @@ def scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_dec
         barrier(t)
     store_factors(t, factors, totals, shares, C, normalize, decays)
     barrier(t)
-    start_products(t, tiles, delta)
-    store_gated_rows(t, tiles, factors, q_decayed, k_decayed, k_to_end, slot, value_head, delta)
     for d in t.parallel(K):
         if decays:
             chunk_decay[slot, value_head, d] = T.exp2(factors.high[C - 1] + factors.low[C - 1])
         else:
             chunk_decay[slot, value_head, d] = 1.0
+    start_products(t, tiles, delta)
+    store_gated_rows(t, tiles, factors, q_decayed, k_decayed, k_to_end, slot, value_head, delta)
     finish_products(t, tiles, delta)
     barrier(t)
     store_decayed_products(t, tiles, factors, delta, decays)
