@@ -7,10 +7,11 @@ by the values, so that the scan has neither exponentials nor a rule of its own:
     A_inv = (I + Diag(beta) A)^-1 Diag(beta),    A strictly lower, decay products of k with k
     P                                            lower with its diagonal, decay products of q with k
 
-Every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or from its last row up; where it
-crosses into another thread's rows it starts from their sum of logs. So no exponent is ever positive. Formulas and names as in
-`kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6 (`read_first`) reads before
-it decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
+With a decay for every column, every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or
+from its last row up; where it crosses into another thread's rows it starts from their sum of logs. With one decay a row, or
+none, products are plain, and decays come after them (`tiles.scalar_decay`). Either way no exponent is ever positive. Formulas
+and names as in `kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6
+(`read_first`) reads before it decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
 """
 
 from typing import Any
@@ -19,40 +20,59 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_chunk
 from kda_tl.kernels.tiles.decay_products import PartSums, decay_products
-from kda_tl.kernels.tiles.gates import gate_rate, inverse_norm, log_decay, write_strength
+from kda_tl.kernels.tiles.gates import gate_rate, log_decay, write_strength
 from kda_tl.kernels.tiles.operands import LevelOperands
+from kda_tl.kernels.tiles.scalar_decay import (
+    RowFactors,
+    running_sums,
+    store_decayed_products,
+    store_factors,
+    store_gated_rows,
+)
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget, assume_multiples, barrier, run_time_strides
+from kda_tl.kernels.tiles.token_rows import load_rows, raw_at, stage_rows, store_norms
+from kda_tl.kernels.tiles.token_tiles import (
+    BANK_ROWS,
+    TokenTiles,
+    finish_products,
+    finish_staging,
+    stage_tokens,
+    start_products,
+    store_squares,
+)
 from kda_tl.kernels.tiles.triangular_inverse import unit_lower_inverse
-from kda_tl.kernels.tiles.warp_sums import sum_over_warp
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.gates import GateForm
 from kda_tl.specs.kernels import ChunkWySpec
 from kda_tl.specs.schedules import ChunkWySchedule
 
-ROWS_TOGETHER = 16  # rows whose sums a thread holds at once
-BANK_ROWS = 8  # columns more than needed, so that eight rows of float32 lie in different banks
-
 
 def candidates(spec: ChunkWySpec, arch: str) -> list[Candidate]:
-    """A block keeps its chunk's decays, gates, q and k in registers, and both block products in shared memory."""
+    """With a decay for every column a block keeps its chunk's decays, gates, q and k in registers, and both block products in
+    shared memory; otherwise the products in registers, and later where q and k were in shared memory."""
     C, K, width = spec.chunk_size, spec.head_dim_k, 4 if spec.operand_dtype == "float32" else 2
 
     def judge(schedule: ChunkWySchedule) -> str | None:
         threads = schedule.parts * K // 2
         if threads % 128:
             return f"divisibility: parts * head_dim_k / 2 = {threads} threads are no whole warpgroups"
-        rows = C // schedule.parts
-        held = rows * (2 + width)
-        operands = C * K * 3 // 2 * width
-        if arch == "sm_90" and width == 2:  # in columns of 8 with a row more than there are
-            operands = K * (C + 1 + C // 2 + 1) * width
-        shared = operands + 2 * C * (C + 8) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
-        return objection(Block(threads, shared, held + 32, schedule.min_blocks), arch, spare=2)
+        if spec.decay == "per_key":
+            held = C // schedule.parts * (2 + width) + 32
+            operands = C * K * 3 // 2 * width
+            if arch == "sm_90" and width == 2:  # in columns of 8 with a row more than there are
+                operands = K * (C + 1 + C // 2 + 1) * width
+            shared = operands + 2 * C * (C + BANK_ROWS) * 4 + 3 * schedule.parts * K * 4 + (3 * K + 4 * C) * 4
+        else:
+            held = 2 * C * C // threads + 32
+            columns = C if width == 2 else K
+            shared = 2 * C * (columns + BANK_ROWS) * 4 + (8 + threads // C) * C * 4
+        return objection(Block(threads, shared, held, schedule.min_blocks), arch, spare=2)
 
     if arch_row(arch).is_cpu:
         return space(ChunkWySchedule, judge, parts=(2, 4, 8))
-    return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=(1, 2, 3, 4))
+    most = 4 if spec.decay == "per_key" else 5
+    return space(ChunkWySchedule, judge, parts=(2, 4, 8), min_blocks=tuple(range(1, most + 1)))
 
 
 def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
@@ -67,10 +87,7 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
     """
     t = TileTarget(arch)
     C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
-    per_key, scalar, delta, read_first = spec.decay == "per_key", spec.decay == "scalar", spec.delta, spec.read_first
-    parts = schedule.parts
-    size = C // parts
-    staged = t.has_mma and dtype != "float32"
+    per_key, scalar, delta, parts = spec.decay == "per_key", spec.decay == "scalar", spec.delta, schedule.parts
     B, seq_len, H, HV, slots, num_offsets = T.dynamic("B, seq_len, H, HV, slots, num_offsets")
     num_rates, num_biases, num_bonuses, no_slots, no_heads = T.dynamic("num_rates, num_biases, num_bonuses, no_slots, no_heads")
     q_strides, k_strides = run_time_strides("q", "bth"), run_time_strides("k", "bth")
@@ -118,252 +135,203 @@ def program(spec: ChunkWySpec, schedule: ChunkWySchedule, arch: str) -> Any:
             where[3] = T.truncdiv(where[4], T.truncdiv(HV, H))
             batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
             if rows > 0:
-                decay = t.column_pairs(C, K, "float32", parts)
-                q_rows = t.column_pairs(C, K, operand_dtype, parts)
-                k_rows = t.column_pairs(C, K, operand_dtype, parts)
-                wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
-                norms = t.shared((2, C), "float32")
-                row_norms = T.alloc_local((2, 4), "float32")
-                totals = t.shared((3, K // 64, C), "float32")
-                diagonal = t.shared((C,), "float32")
-                log_decays = t.shared((C,), "float32")  # of a scalar decay
-                sums = PartSums(
-                    t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32")
-                )
-                beta_tile = t.shared((C,), "float32")
-                bonus_row = t.shared((K,), "float32")
-                operands = LevelOperands.allocate(t, C, K, operand_dtype, parts * K // 2)
-                # Staged, tokens come by cp.async into what the products need later only; else straight to registers.
-                if staged:
-                    raw_q = raw_k = T.alloc_shared((2, 2 * C * (C + BANK_ROWS)), dtype)
-                    products = T.view(raw_q, (2, C, C + BANK_ROWS), "float32")
+                if per_key:
+                    per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decayed, k_decayed, k_to_end,
+                                  chunk_decay, A_inv, P, batch, start, rows, head, value_head, slot, lower_bound, gate_form,
+                                  beta_form, normalize)  # fmt: skip
                 else:
-                    products = t.shared((2, C, C + BANK_ROWS), "float32")
-                    raw_q = q_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
-                    raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
-                staged_g = staged and per_key and gate_dtype != "float32" and operands.core
-                if staged_g:
-                    raw_g = T.view(operands.left, (1, operands.left.shape[0] * operands.left.shape[1]), gate_dtype)
-                else:
-                    raw_g = decay if gate_dtype == "float32" else t.column_pairs(C, K, gate_dtype, parts)
-                rate = T.alloc_var("float32", init=0.0)
-
-                if staged:
-                    stage_rows(q, raw_q, 0, batch, start, rows, head, C, K, parts)
-                    stage_rows(k, raw_k, 1, batch, start, rows, head, C, K, parts)
-                    if staged_g:
-                        stage_rows(g, raw_g, 0, batch, start, rows, value_head, C, K, parts)
-                    T.ptx_commit_group()
-                else:
-                    load_rows(t, k, raw_k, batch, start, rows, head, C, K, parts)
-                    load_rows(t, q, raw_q, batch, start, rows, head, C, K, parts)
-                if per_key and not staged_g:
-                    load_rows(t, g, raw_g, batch, start, rows, value_head, C, K, parts)
-                if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
-                    rate = gate_rate(A_log[value_head])
-                if scalar:
-                    for i in t.parallel(C):
-                        x = T.alloc_var("float32", init=0.0)
-                        x = g[batch, start + T.min(i, rows - 1), value_head]
-                        if gate_form != int(GateForm.IDENTITY):
-                            x = log_decay(gate_form, x + dt_bias[value_head], rate, lower_bound)
-                        log_decays[i] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
-                if delta:
-                    for i in t.parallel(C):
-                        if i < rows:
-                            beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
-                        else:
-                            beta_tile[i] = 0.0
-                if read_first:
-                    for d in t.parallel(K):
-                        bonus_row[d] = bonus[head * K + d]
-                if staged:
-                    T.ptx_wait_group(0)
-                    T.sync_threads()
-                else:
-                    barrier(t)
-                store_norms(t, staged, raw_q, raw_k, bonus_row if read_first else None, totals, norms, diagonal, rows,
-                            normalize, C, K, parts)  # fmt: skip
-                for part, pair in t.each_column_pair(K, parts):
-                    whole = T.alloc_local((2,), "float32")
-                    for j in t.pair():
-                        whole[j] = 0.0
-                    if per_key:
-                        if gate_dtype != "float32":
-                            for r in T.unroll(size):
-                                for j in t.pair():
-                                    decay[t.at(part, pair, r, j)] = raw_g[raw_at(t, staged_g, 0, part, pair, r, j, size, K)]
-                        if gate_form != int(GateForm.IDENTITY):
-                            activate(t, decay, dt_bias, value_head * K, gate_form, rate, lower_bound, part, pair, size)
-                        if rows < C:
-                            for r in T.unroll(size):
-                                if part * size + r >= rows:
-                                    for j in t.pair():
-                                        decay[t.at(part, pair, r, j)] = 0.0
-                    for r in T.unroll(size):
-                        if per_key:
-                            for j in t.pair():
-                                wide[j] = decay[t.at(part, pair, r, j)] * LOG2_E
-                        elif scalar:
-                            for j in t.pair():
-                                wide[j] = log_decays[part * size + r]
-                        else:
-                            for j in t.pair():
-                                wide[j] = 0.0
-                        if r == 0:
-                            for j in t.pair():
-                                sums.first[part, pair * 2 + j] = wide[j]
-                        else:
-                            for j in t.pair():
-                                whole[j] = whole[j] + wide[j]
-                        for j in t.pair():
-                            decay[t.at(part, pair, r, j)] = T.exp2(wide[j])
-                    for j in t.pair():
-                        sums.rest[part, pair * 2 + j] = whole[j]
-                    for j in t.pair():
-                        sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
-                barrier(t)
-                for part, pair in t.each_column_pair(K, parts):
-                    for first in list(range(0, size, 4)):
-                        for side in list(range(2)):
-                            for s in T.vectorized(4):
-                                row_norms[side, s] = norms[side, part * size + first + s]
-                        for s in T.unroll(4):
-                            r = first + s
-                            for j in t.pair():
-                                wide[j] = raw_k[raw_at(t, staged, 1, part, pair, r, j, size, K)]
-                            for j in t.pair():
-                                k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, s]
-                            for j in t.pair():
-                                wide[j] = raw_q[raw_at(t, staged, 0, part, pair, r, j, size, K)]
-                            for j in t.pair():
-                                q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, s]
-                store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
-                            C, K, parts, delta, read_first)  # fmt: skip
-                decay_products(t, q_rows, k_rows, decay, sums, diagonal, operands, products, C, K, parts, read_first)
-                barrier(t)
-                for i, group in t.parallel(C, C // 4):
-                    row = T.alloc_local((4,), "float32")
-                    for s in T.vectorized(4):
-                        row[s] = products[1, i, group * 4 + s]
-                    for s in list(range(4)):
-                        if group * 4 + s > i:
-                            row[s] = 0.0
-                    for s in T.vectorized(4):
-                        P[slot, value_head, i, group * 4 + s] = row[s]
-                if delta:
-                    barrier(t)
-                    unit_lower_inverse(t, products, beta_tile, C, parts * K // 2)
-                    for i, j in t.parallel(C, C):
-                        A_inv[slot, value_head, i, j] = products[1, i, j] * beta_tile[j]
+                    scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_decayed, k_to_end, chunk_decay,
+                                 A_inv, P, where, lower_bound, gate_form, beta_form, normalize)  # fmt: skip
 
     return chunk_wy
 
 
-def raw_at(t, staged, plane, part, pair, row, j, size, K):
-    """Where an element of the tokens lies: in a plane of shared memory, or in registers."""
-    return (plane, (part * size + row) * K + pair * 2 + j) if staged else t.at(part, pair, row, j)
-
-
 @T.macro
-def stage_rows(x, tile, plane, batch, start, rows, head, C, K, parts):
-    """Starts the copy of a chunk's rows of x into a plane of `tile`, 16 bytes a time; rows past the end become 0."""
-    threads, columns = parts * K // 2, 8
-    thread = T.get_thread_binding()
-    for step in T.unroll(C * K // columns // threads):
-        row = step * (threads * columns // K) + thread // (K // columns)
-        column = thread % (K // columns) * columns
-        T.ptx_cp_async(
-            T.access_ptr(tile[plane, row * K + column], "w", columns),
-            T.access_ptr(x[batch, start + row, head, column], "r", columns),
-            columns,
-            predicate=row < rows,
-        )
-
-
-@T.macro
-def load_rows(t, x, raw, batch, start, rows, head, C, K, parts):
-    """A thread's rows of x, all in flight together.
-
-    Rows past the end read the last one instead, and then count for nothing: a branch around each load would make it wait for
-    the one before. A whole chunk has constants, and its addresses are one sum each.
-    """
+def per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P,
+                  batch, start, rows, head, value_head, slot, lower_bound, gate_form, beta_form, normalize):  # fmt: skip
+    """A chunk with a decay for every column."""
+    C, K, dtype, gate_dtype, operand_dtype = spec.chunk_size, spec.head_dim_k, spec.dtype, spec.gate_dtype, spec.operand_dtype
+    delta, read_first = spec.delta, spec.read_first
     size = C // parts
-    for part, pair in t.each_column_pair(K, parts):
-        first_row = T.alloc_var("int64", init=0)
-        first_row = start + part * size
-        if rows == C:
-            for r in T.unroll(size):
-                for j in t.pair():
-                    raw[t.at(part, pair, r, j)] = x[batch, first_row + r, head, pair * 2 + j]
-        else:
-            for r in T.unroll(size):
-                i = T.min(part * size + r, rows - 1) - part * size
-                for j in t.pair():
-                    raw[t.at(part, pair, r, j)] = x[batch, first_row + i, head, pair * 2 + j]
-
-
-@T.macro
-def store_norms(t, staged, raw_q, raw_k, bonus, totals, norms, diagonal, rows, normalize, C, K, parts):
-    """norms[0], norms[1] [C]: the factors of the rows of q and k; 0 past the end. diagonal [C]: q_i k_i (bonus) of those rows.
-
-    totals: scratch, shared [3, K / 64, C]. All have passed a barrier when it returns.
-    """
-    if normalize != 0:
-        store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, True)
+    staged = t.has_mma and dtype != "float32"
+    decay = t.column_pairs(C, K, "float32", parts)
+    q_rows = t.column_pairs(C, K, operand_dtype, parts)
+    k_rows = t.column_pairs(C, K, operand_dtype, parts)
+    wide = T.alloc_local((2,), "float32")  # float32 in between: TileLang pairs these casts, not bfloat16 to float16
+    norms = t.shared((2, C), "float32")
+    row_norms = T.alloc_local((2, 4), "float32")
+    totals = t.shared((3, K // 64, C), "float32")
+    diagonal = t.shared((C,), "float32")
+    sums = PartSums(t.shared((parts, K), "float32"), t.shared((parts, K), "float32"), t.shared((parts, K), "float32"))
+    beta_tile = t.shared((C,), "float32")
+    bonus_row = t.shared((K,), "float32")
+    operands = LevelOperands.allocate(t, C, K, operand_dtype, parts * K // 2)
+    # Staged, tokens come by cp.async into what the products need later only; else straight to registers.
+    if staged:
+        raw_q = raw_k = T.alloc_shared((2, 2 * C * (C + BANK_ROWS)), dtype)
+        products = T.view(raw_q, (2, C, C + BANK_ROWS), "float32")
     else:
-        store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, False)
-    barrier(t)
-    for i in t.parallel(C):
-        total, factor = T.alloc_local((3,), "float32"), T.alloc_local((2,), "float32")
-        for side in list(range(3)):
-            total[side] = totals[side, 0, i]
-            if K > 64 and not t.is_cpu:
-                total[side] = total[side] + totals[side, 1, i]
-        for side in list(range(2)):
-            factor[side] = 0.0
+        products = t.shared((2, C, C + BANK_ROWS), "float32")
+        raw_q = q_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+        raw_k = k_rows if dtype == operand_dtype else t.column_pairs(C, K, dtype, parts)
+    staged_g = staged and gate_dtype != "float32" and operands.core
+    if staged_g:
+        raw_g = T.view(operands.left, (1, operands.left.shape[0] * operands.left.shape[1]), gate_dtype)
+    else:
+        raw_g = decay if gate_dtype == "float32" else t.column_pairs(C, K, gate_dtype, parts)
+    rate = T.alloc_var("float32", init=0.0)
+
+    if staged:
+        stage_rows(q, raw_q, 0, batch, start, rows, head, C, K, parts)
+        stage_rows(k, raw_k, 1, batch, start, rows, head, C, K, parts)
+        if staged_g:
+            stage_rows(g, raw_g, 0, batch, start, rows, value_head, C, K, parts)
+        T.ptx_commit_group()
+    else:
+        load_rows(t, k, raw_k, batch, start, rows, head, C, K, parts)
+        load_rows(t, q, raw_q, batch, start, rows, head, C, K, parts)
+    if not staged_g:
+        load_rows(t, g, raw_g, batch, start, rows, value_head, C, K, parts)
+    if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
+        rate = gate_rate(A_log[value_head])
+    if delta:
+        for i in t.parallel(C):
             if i < rows:
-                factor[side] = 1.0
-                if normalize != 0:
-                    factor[side] = inverse_norm(total[side])
-            norms[side, i] = factor[side]
-        diagonal[i] = T.if_then_else(i < rows, factor[0] * factor[1] * total[2], 0.0)
+                beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
+            else:
+                beta_tile[i] = 0.0
+    if read_first:
+        for d in t.parallel(K):
+            bonus_row[d] = bonus[head * K + d]
+    if staged:
+        T.ptx_wait_group(0)
+        T.sync_threads()
+    else:
+        barrier(t)
+    store_norms(t, staged, raw_q, raw_k, bonus_row if read_first else None, totals, norms, diagonal, rows,
+                normalize, C, K, parts)  # fmt: skip
+    for part, pair in t.each_column_pair(K, parts):
+        whole = T.alloc_local((2,), "float32")
+        for j in t.pair():
+            whole[j] = 0.0
+        if gate_dtype != "float32":
+            for r in T.unroll(size):
+                for j in t.pair():
+                    decay[t.at(part, pair, r, j)] = raw_g[raw_at(t, staged_g, 0, part, pair, r, j, size, K)]
+        if gate_form != int(GateForm.IDENTITY):
+            activate(t, decay, dt_bias, value_head * K, gate_form, rate, lower_bound, part, pair, size)
+        if rows < C:
+            for r in T.unroll(size):
+                if part * size + r >= rows:
+                    for j in t.pair():
+                        decay[t.at(part, pair, r, j)] = 0.0
+        for r in T.unroll(size):
+            for j in t.pair():
+                wide[j] = decay[t.at(part, pair, r, j)] * LOG2_E
+            if r == 0:
+                for j in t.pair():
+                    sums.first[part, pair * 2 + j] = wide[j]
+            else:
+                for j in t.pair():
+                    whole[j] = whole[j] + wide[j]
+            for j in t.pair():
+                decay[t.at(part, pair, r, j)] = T.exp2(wide[j])
+        for j in t.pair():
+            sums.rest[part, pair * 2 + j] = whole[j]
+        for j in t.pair():
+            sums.whole[part, pair * 2 + j] = whole[j] + sums.first[part, pair * 2 + j]
     barrier(t)
+    for part, pair in t.each_column_pair(K, parts):
+        for first in list(range(0, size, 4)):
+            for side in list(range(2)):
+                for s in T.vectorized(4):
+                    row_norms[side, s] = norms[side, part * size + first + s]
+            for s in T.unroll(4):
+                r = first + s
+                for j in t.pair():
+                    wide[j] = raw_k[raw_at(t, staged, 1, part, pair, r, j, size, K)]
+                for j in t.pair():
+                    k_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[1, s]
+                for j in t.pair():
+                    wide[j] = raw_q[raw_at(t, staged, 0, part, pair, r, j, size, K)]
+                for j in t.pair():
+                    q_rows[t.at(part, pair, r, j)] = wide[j] * row_norms[0, s]
+    store_gated(t, q_rows, k_rows, decay, sums.whole, q_decayed, k_decayed, k_to_end, chunk_decay, slot, value_head,
+                C, K, parts, delta, read_first)  # fmt: skip
+    decay_products(t, q_rows, k_rows, decay, sums, diagonal, operands, products, C, K, parts, read_first)
+    barrier(t)
+    store_blocks(t, products, beta_tile, A_inv, P, slot, value_head, C, parts * K // 2, delta)
 
 
 @T.macro
-def store_totals(t, staged, raw_q, raw_k, bonus, totals, C, K, parts, squares):
-    """totals[0, :, i], [1, :, i], [2, :, i]: sums over row i of q^2 and k^2, where wanted, and of q k (bonus)."""
-    size = C // parts
-    count = min(size, ROWS_TOGETHER)
-    if t.is_cpu:
-        for side, i in T.grid(3, C):
-            totals[side, 0, i] = 0.0
-    for part, pair in t.each_column_pair(K, parts):
-        sums = T.alloc_local((3, count), "float32")
-        x, y = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
-        for first in list(range(0, size, count)):
-            for r in T.unroll(count):
-                for j in t.pair():
-                    x[j] = raw_q[raw_at(t, staged, 0, part, pair, first + r, j, size, K)]
-                for j in t.pair():
-                    y[j] = raw_k[raw_at(t, staged, 1, part, pair, first + r, j, size, K)]
-                if squares:
-                    sums[0, r] = x[0] * x[0] + x[1] * x[1]
-                    sums[1, r] = y[0] * y[0] + y[1] * y[1]
-                if bonus is not None:
-                    for j in t.pair():
-                        y[j] = y[j] * bonus[pair * 2 + j]
-                sums[2, r] = x[0] * y[0] + x[1] * y[1]
-            for side in list(range(0 if squares else 2, 3)):
-                if t.is_cpu:
-                    for r in T.serial(count):
-                        totals[side, 0, part * size + first + r] = totals[side, 0, part * size + first + r] + sums[side, r]
-                else:
-                    lane = T.get_thread_binding() % 32
-                    sum_over_warp(sums, side, lane, count)
-                    if lane % (32 // count) == 0:
-                        totals[side, pair // 32, part * size + first + lane // (32 // count)] = sums[side, 0]
+def scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P, where,
+                 lower_bound, gate_form, beta_form, normalize):  # fmt: skip
+    """A chunk with one decay a row, or none. where: batch, start, rows, head, value head and slot."""
+    batch, start, rows, head, value_head, slot = where[0], where[1], where[2], where[3], where[4], where[5]
+    C, K, delta, decays = spec.chunk_size, spec.head_dim_k, spec.delta, spec.decay == "scalar"
+    threads = parts * K // 2
+    tiles = TokenTiles.allocate(t, C, K, spec.dtype, threads)
+    factors = RowFactors.allocate(t, C)
+    shares = threads // (2 * C) if tiles.core else 1
+    totals = t.shared((shares, 2, C), "float32")
+    beta_tile = t.shared((C,), "float32")
+    rate = T.alloc_var("float32", init=0.0)
+    stage_tokens(t, tiles, q, k, batch, start, rows, head)
+    if delta:
+        for i in t.parallel(C):
+            if i < rows:
+                beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
+            else:
+                beta_tile[i] = 0.0
+    if decays:
+        if t.is_cpu or T.get_thread_binding() >= threads - 32:  # the first warps have beta
+            if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
+                rate = gate_rate(A_log[value_head])
+            for r in T.serial(C) if t.is_cpu else T.unroll(2):
+                i = r if t.is_cpu else T.get_thread_binding() % 32 * 2 + r
+                x = T.alloc_var("float32", init=0.0)
+                x = g[batch, start + T.min(i, rows - 1), value_head]
+                if gate_form != int(GateForm.IDENTITY):
+                    x = log_decay(gate_form, x + dt_bias[value_head], rate, lower_bound)
+                factors.high[i] = T.if_then_else(i < rows, x * LOG2_E, 0.0)
+            running_sums(t, factors.high, factors.low, C)
+    finish_staging(t, tiles)
+    if normalize != 0:
+        store_squares(t, tiles, totals)
+        barrier(t)
+    store_factors(t, factors, totals, shares, C, normalize, decays)
+    barrier(t)
+    for d in t.parallel(K):
+        if decays:
+            chunk_decay[slot, value_head, d] = T.exp2(factors.high[C - 1] + factors.low[C - 1])
+        else:
+            chunk_decay[slot, value_head, d] = 1.0
+    start_products(t, tiles, delta)
+    store_gated_rows(t, tiles, factors, q_decayed, k_decayed, k_to_end, slot, value_head, delta)
+    finish_products(t, tiles, delta)
+    barrier(t)
+    store_decayed_products(t, tiles, factors, delta, decays)
+    barrier(t)
+    store_blocks(t, tiles.products, beta_tile, A_inv, P, slot, value_head, C, threads, delta)
+
+
+@T.macro
+def store_blocks(t, products, beta_tile, A_inv, P, slot, value_head, C, threads, delta):
+    """P and A_inv of the chunk, from the products of q with k and of k with k below the diagonal."""
+    for i, group in t.parallel(C, C // 4):
+        row = T.alloc_local((4,), "float32")
+        for s in T.vectorized(4):
+            row[s] = products[1, i, group * 4 + s]
+        for s in list(range(4)):
+            if group * 4 + s > i:
+                row[s] = 0.0
+        for s in T.vectorized(4):
+            P[slot, value_head, i, group * 4 + s] = row[s]
+    if delta:
+        barrier(t)
+        unit_lower_inverse(t, products, beta_tile, C, threads)
+        for i, j in t.parallel(C, C):
+            A_inv[slot, value_head, i, j] = products[1, i, j] * beta_tile[j]
 
 
 @T.macro

@@ -73,6 +73,8 @@ class ChunkWySpec(KernelSpec):
         _check("head_dim_k", self.head_dim_k, (64, 128))
         if self.read_first and self.delta:
             raise ValueError("read_first must be False where delta is True: no rule has both")
+        if self.read_first and self.decay != "per_key":
+            raise ValueError(f"read_first must be False where decay is {self.decay}: no rule has both")
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,103 @@ def test_decay_products_see_no_later_row(kernel) -> None:
         assert not np.array_equal(before[0][t:], after[0][t:])
 
 
+# -- scalar_decay --------------------------------------------------------------------------------------------------------
+
+ROW_GATES = {
+    "zero": lambda r: 0.0 * r,
+    "weak": lambda r: -1e-3 * r,
+    "strong": lambda r: -20.0 * r,
+    "minus 60": lambda r: np.full_like(r, -60.0),
+    "masked": lambda r: np.where(r < 0.1, -1000.0, -0.01 * r),
+    "minus infinity": lambda r: np.where(r < 0.1, -np.inf, -0.5 * r),
+    "weak after -5000": lambda r: np.where(np.arange(len(r)) < 40, -125.0, -1e-3 * r),
+}
+
+
+def run_scalar_decay(kernel, q, k, g, rows: int = 64, normalize: bool = False) -> list[np.ndarray]:
+    """qk, kk, q_decayed, k_decayed and k_to_end; no decays where g is None. Past `rows`, what is read must not count."""
+    C, K = q.shape
+    q, k, g_given = q.copy(), k.copy(), np.full(C, np.nan, np.float32) if g is None else g.copy()
+    q[rows:], k[rows:], g_given[rows:] = np.nan, np.nan, np.nan
+    shapes = [(C, C)] * 2 + [(1, 1, C, K)] * 3
+    out = [torch.full(shape, torch.nan) for shape in shapes]
+    program = kernel("scalar_decay_products", decays=g is not None, chunk_size=C, head_dim=K)
+    program(*map(torch.from_numpy, (q[None, :, None], k[None, :, None], g_given)), *out, rows, int(normalize))
+    return [x.numpy().squeeze() for x in out]
+
+
+def scalar_decay_truth(q, k, g) -> list[np.ndarray]:
+    """The definitions in float64: every exponent a sum of its own, so that no mask is ever subtracted."""
+    g = g.astype(np.float64)
+    wide = np.repeat(g[:, None], q.shape[1], 1)
+    down = np.exp([g[: i + 1].sum() for i in range(len(g))])[:, None]
+    up = np.exp([g[i + 1 :].sum() for i in range(len(g))])[:, None]
+    return [decay_products_truth(q, k, wide, True), decay_products_truth(k, k, wide, False), q * down, k * down, k * up]
+
+
+def row_tiles(seed: int, gate: str, K: int = 128) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    q, k = (random.standard_normal((64, K), np.float32) for _ in range(2))
+    return q, k, ROW_GATES[gate](random.random(64)).astype(np.float32)
+
+
+@pytest.mark.parametrize("gate", ROW_GATES)
+@pytest.mark.parametrize(("rows", "K"), [(1, 128), (17, 128), (64, 128), (64, 64)])
+def test_scalar_decay(kernel, gate: str, rows: int, K: int) -> None:
+    q, k, g = row_tiles(rows, gate, K)
+    for found, truth in zip(run_scalar_decay(kernel, q, k, g, rows), scalar_decay_truth(q[:rows], k[:rows], g[:rows])):
+        used = found[: truth.shape[0], : truth.shape[1]]
+        if truth.shape == (rows, rows):
+            assert np.abs(used - truth).max() <= 3e-7 * K  # absolute: the sum over columns may cancel
+        else:
+            # The exponent of a small decay has a rounding of its own.
+            assert (np.abs(used - truth) <= (3e-7 + 2e-7 * np.abs(np.log(np.abs(truth) + 1e-45))) * np.abs(truth) + 1e-37).all()
+        assert not used[truth == 0].any()
+        assert not found[rows:].any()
+
+
+@pytest.mark.parametrize("before", [-1000.0, -np.inf, -125.0])
+def test_weak_decays_after_strong_ones_keep_their_accuracy(kernel, before: float) -> None:
+    """Forty rows of -125 make G -5000, where float32 has steps of 5e-4; so does a mask of -1000, 6e-5."""
+    k = np.full((64, 128), 128**-0.5, np.float32)
+    g = np.full(64, -1e-3, np.float32)
+    g[20 if before != -125.0 else slice(0, 40)] = before
+    _, kk, _, _, to_end = run_scalar_decay(kernel, k, k, g)
+    first = 20 if before != -125.0 else 39
+    rows = np.arange(first, 64)
+    apart = rows[:, None] - rows
+    assert np.abs(kk[first:, first:] - np.where(apart > 0, np.exp(-1e-3 * apart), 0.0)).max() < 8 * 2.0**-24
+    assert np.abs(to_end[first:, 0] * 128**0.5 - np.exp(-1e-3 * (63 - rows))).max() < 8 * 2.0**-24
+    assert before == -125.0 or not kk[first:, :first].any()
+
+
+def test_no_decay_leaves_the_rows_as_they_are(kernel) -> None:
+    q, k, _ = row_tiles(5, "zero")
+    qk, kk, *gated = run_scalar_decay(kernel, q, k, None)
+    assert np.abs(qk - np.tril(q.astype(np.float64) @ k.T)).max() <= 3e-7 * 128
+    assert np.abs(kk - np.tril(k.astype(np.float64) @ k.T, -1)).max() <= 3e-7 * 128
+    assert all(np.array_equal(found, rows) for found, rows in zip(gated, (q, k, k)))
+
+
+def test_scalar_decay_of_normalised_rows(kernel) -> None:
+    q, k, g = row_tiles(6, "weak")
+    scale = np.exp(np.random.default_rng(6).normal(size=(2, 64, 1)) * 3).astype(np.float32)
+    unit = [x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True) + 1e-6) for x in scale * [q, k]]
+    raw = (scale * np.stack([q, k])).astype(np.float32)
+    for found, truth in zip(run_scalar_decay(kernel, *raw, g, normalize=True), scalar_decay_truth(*unit, g)):
+        assert np.abs(found - truth).max() <= 3e-6
+
+
+def test_nan_of_a_scalar_decay_spreads_to_later_rows_only(kernel) -> None:
+    q, k, g = row_tiles(7, "weak")
+    before = run_scalar_decay(kernel, q, k, g)
+    g[30] = np.nan
+    after = run_scalar_decay(kernel, q, k, g)
+    for x, y in zip(before[:4], after[:4]):
+        assert np.array_equal(x[:30], y[:30])
+    assert np.isnan(after[2][30:]).all() and np.isnan(after[0][30:, :30]).all()
+
+
 # -- unit_lower_inverse --------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kda_tl.kernels.tiles import chunks, scaling, triangular_inverse
+from kda_tl.kernels.tiles import chunks, scalar_decay, scaling, token_tiles, triangular_inverse
 from kda_tl.kernels.tiles import decay_products as products
 from kda_tl.kernels.tiles.operands import LevelOperands
 from kda_tl.kernels.tiles.target import LOG2_E, TileTarget
@@ -74,6 +74,49 @@ def decay_products(target: str, chunk_size: int = 64, head_dim: int = 128, parts
     return decay_products_program
 
 
+def scalar_decay_products(target: str, decays: bool = True, chunk_size: int = 64, head_dim: int = 128) -> Any:
+    """What `scalar_decay` makes of a chunk with one log decay a row: products qk, kk [C, C], gated rows [1, 1, C, K]."""
+    t = TileTarget(target)
+    C, K = chunk_size, head_dim
+
+    @T.prim_func
+    def scalar_decay_products_program(
+        q: T.Tensor((1, C, 1, K), "float32"),
+        k: T.Tensor((1, C, 1, K), "float32"),
+        g: T.Tensor((C,), "float32"),
+        qk_out: T.Tensor((C, C), "float32"),
+        kk_out: T.Tensor((C, C), "float32"),
+        q_decayed: T.Tensor((1, 1, C, K), "float32"),
+        k_decayed: T.Tensor((1, 1, C, K), "float32"),
+        k_to_end: T.Tensor((1, 1, C, K), "float32"),
+        rows: T.int32,
+        normalize: T.int32,
+    ):
+        with T.Kernel(1, threads=128) as _:
+            tiles = token_tiles.TokenTiles.allocate(t, C, K, "float32", 128)
+            factors = scalar_decay.RowFactors.allocate(t, C)
+            totals = t.shared((1, 2, C), "float32")
+            token_tiles.stage_tokens(t, tiles, q, k, 0, 0, rows, 0)
+            for i in t.parallel(C):
+                factors.high[i] = T.if_then_else(i < rows, g[i] * LOG2_E, 0.0)
+            if decays:
+                scalar_decay.running_sums(t, factors.high, factors.low, C)
+            token_tiles.store_squares(t, tiles, totals)
+            scalar_decay.store_factors(t, factors, totals, 1, C, normalize, decays)
+            token_tiles.start_products(t, tiles, True)
+            scalar_decay.store_gated_rows(t, tiles, factors, q_decayed, k_decayed, k_to_end, 0, 0, True)
+            token_tiles.finish_products(t, tiles, True)
+            for i, j in t.parallel(C, C):
+                tiles.products[0, i, j] = 0.0
+                tiles.products[1, i, j] = 0.0
+            scalar_decay.store_decayed_products(t, tiles, factors, True, decays)
+            for i, j in t.parallel(C, C):
+                kk_out[i, j] = T.if_then_else(j < i, tiles.products[0, i, j], 0.0)
+                qk_out[i, j] = tiles.products[1, i, j]
+
+    return scalar_decay_products_program
+
+
 def unit_lower_inverse(target: str, size: int = 64) -> Any:
     """out = (I + Diag(row_scale) (the strictly lower part of lower))^-1."""
     t = TileTarget(target)
@@ -132,6 +175,7 @@ def range_scale(target: str) -> Any:
 
 PROGRAMS = {
     "decay_products": decay_products,
+    "scalar_decay_products": scalar_decay_products,
     "unit_lower_inverse": unit_lower_inverse,
     "locate_chunk": locate_chunk,
     "range_scale": range_scale,

@@ -109,6 +109,8 @@ def test_bad_values_are_refused_by_name(kind: type[KernelSpec], field: str, valu
 def test_no_rule_reads_first_and_corrects() -> None:
     with pytest.raises(ValueError, match="read_first must be False where delta is True"):
         ChunkWySpec(read_first=True)
+    with pytest.raises(ValueError, match="read_first must be False where decay is scalar"):
+        ChunkWySpec(read_first=True, delta=False, decay="scalar")
 
 
 @pytest.mark.parametrize(("dtype", "operands"), [("bfloat16", "float16"), ("float16", "float16"), ("float32", "float32")])
