@@ -8,6 +8,7 @@ import click
 
 from kda_tl.cli.shared import Minutes, registry_option, size
 from kda_tl.registry import Registry, RegistryError, default_root
+from kda_tl.tuning.problems_plan import PLAN
 
 __all__ = ["gc"]
 
@@ -37,6 +38,11 @@ def gc(dry_run: bool, min_age: float, quarantine: bool, registry: Path | None) -
     """
     try:
         target = Registry(registry if registry is not None else default_root())
+        if (target.root / PLAN).exists():
+            raise RegistryError(
+                f"{target.root} holds candidates of `kda-tl autotune`, which its {PLAN} names and no manifest does: nothing was "
+                "removed. Remove the whole folder when it is not needed any more"
+            )
         sizes = {path: _bytes(path) for path in target.collect_garbage(True, min_age * 60, quarantine)}
         removed = list(sizes) if dry_run else target.collect_garbage(False, min_age * 60, quarantine)
     except (RegistryError, OSError) as error:
@@ -45,7 +51,8 @@ def gc(dry_run: bool, min_age: float, quarantine: bool, registry: Path | None) -
         click.echo(f"  {size(sizes.get(path, 0)).rjust(10)}  {path.relative_to(target.root)}")
     verb = "would be removed" if dry_run else "removed"
     total = sum(sizes.get(path, 0) for path in removed)
-    click.echo(f"{target.root}: {len(removed)} folders, {size(total)} {verb}")
+    folders = "1 folder" if len(removed) == 1 else f"{len(removed)} folders"
+    click.echo(f"{target.root}: {folders}, {size(total)} {verb}")
 
 
 def _bytes(folder: Path) -> int:

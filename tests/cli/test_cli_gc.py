@@ -22,7 +22,7 @@ def test_what_no_manifest_names_is_removed(run, fill, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "artifacts/stray" in result.output and "would be removed" in result.output
     assert stray.is_dir()
     result = run("gc", "--registry", tmp_path)
-    assert result.exit_code == 0 and "artifacts/stray" in result.output and "1 folders" in result.output
+    assert result.exit_code == 0 and "artifacts/stray" in result.output and "1 folder," in result.output
     assert not stray.exists() and run("verify", "--registry", tmp_path).exit_code == 0
     assert len(registry.entries()) == 3
 
@@ -30,7 +30,7 @@ def test_what_no_manifest_names_is_removed(run, fill, tmp_path: Path) -> None:
 def test_the_age_can_be_given(run, fill, tmp_path: Path) -> None:
     registry = fill(tmp_path)
     stray = registry.put("artifacts", "stray", {}, {})
-    assert "1 folders" in run("gc", "--min-age", 0, "--registry", tmp_path).output and not stray.exists()
+    assert "1 folder," in run("gc", "--min-age", 0, "--registry", tmp_path).output and not stray.exists()
 
 
 def test_quarantine_goes_when_asked(run, fill, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_quarantine_goes_when_asked(run, fill, tmp_path: Path) -> None:
     assert run("verify", "--registry", tmp_path).exit_code == 1
     (quarantined,) = (registry.root / "quarantine").iterdir()
     assert "0 folders" in run("gc", "--registry", tmp_path).output and quarantined.exists()
-    assert "1 folders" in run("gc", "--quarantine", "--dry-run", "--registry", tmp_path).output and quarantined.exists()
+    assert "1 folder," in run("gc", "--quarantine", "--dry-run", "--registry", tmp_path).output and quarantined.exists()
     assert f"quarantine/{quarantined.name}" in run("gc", "--quarantine", "--registry", tmp_path).output
     assert not quarantined.exists()
 
@@ -61,3 +61,12 @@ def test_no_age_is_nan(run, tmp_path: Path) -> None:
 def test_an_empty_folder(run, tmp_path: Path) -> None:
     result = run("gc", "--registry", tmp_path / "none")
     assert result.exit_code == 0 and "0 folders, 0 B removed" in result.output and not (tmp_path / "none").exists()
+
+
+def test_candidates_of_the_tuner_are_not_its_business(run, fill, tmp_path: Path) -> None:
+    """Its plan names them, no manifest does."""
+    registry = fill(tmp_path)
+    candidate = registry.put("artifacts", "candidate", {}, {})
+    (tmp_path / "plan.json").write_text("{}")
+    result = run("gc", "--min-age", 0, "--registry", tmp_path)
+    assert result.exit_code == 1 and "holds candidates of `kda-tl autotune`" in result.output and candidate.is_dir()
