@@ -40,8 +40,8 @@ def gc(dry_run: bool, min_age: float, quarantine: bool, registry: Path | None) -
         target = Registry(registry if registry is not None else default_root())
         if (target.root / PLAN).exists():
             raise RegistryError(
-                f"{target.root} holds candidates of `kda-tl autotune`, which its {PLAN} names and no manifest does: nothing was "
-                "removed. Remove the whole folder when it is not needed any more"
+                f"{target.root} holds candidates of `kda-tl autotune`, which its {PLAN} names and no manifest does: nothing "
+                "was removed. Remove the whole folder when it is not needed any more"
             )
         sizes = {path: _bytes(path) for path in target.collect_garbage(True, min_age * 60, quarantine)}
         removed = list(sizes) if dry_run else target.collect_garbage(False, min_age * 60, quarantine)
