@@ -18,14 +18,13 @@ __all__ = ["CUDA_ARCHS", "built_specs", "may_spill"]
 
 
 def may_spill(meta: dict[str, Any]) -> int:
-    """Bytes that an artifact may store, and load again once.
+    """Bytes that an artifact may store, and load again once: one register, outside of all loops.
 
-    chunk_scan, V tile 128: one warpgroup holds all of a head's state; one register, outside of the loops. chunk_wy: addresses
-    of its outputs, which live from the first row to the last; with registers for them, one block fits where two do now.
+    chunk_scan, V tile 128: one warpgroup holds all of a head's state. chunk_wy: where three or four blocks share the registers.
     """
     kernel, schedule = meta["spec"]["kernel"], meta["schedule"]
     if kernel == "chunk_wy":
-        return 144
+        return 4 if schedule["min_blocks"] > 2 else 0
     return 4 if schedule.get("block_v") == 128 and kernel == "chunk_scan" else 0
 
 

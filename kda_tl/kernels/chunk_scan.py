@@ -26,10 +26,10 @@ back by remote arrivals) gives the same bits and no time: 0.49 for 0.47 ms with 
 whether one block loads for all or each a part. So loads are not the limit.
 What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
 tile 128. What limits chunk_wy are its phases: 16,500 instructions of a warp per chunk (22,900 before tokens were staged and the
-gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three blocks. No pipe is over 40 % busy, the memory
-under 45 %; of a warp's time 16 % goes to shared memory, 15 % to short dependences, 13 % to the first loads, 11 % to fetching
-instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue as much per cycle, and
-more in all; nor does a prefetch of the next chunks into the second-level cache.
+gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three blocks; its bytes alone would take 58 % of its
+time. Of a warp's time 16 % goes to waits for shared memory and exponentials, 15 % to short dependences, 13 % to the first
+loads, 11 % to fetching instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue
+as much per cycle, and more in all; nor does a prefetch of later chunks into the second-level cache.
 The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu.
 """
 

@@ -25,9 +25,10 @@ from kda_tl.runtime.loader import load
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     heads = 4
 
-    def tokens(B: int, T: int) -> dict[str, Any]:
-        x: dict[str, Any] = {name: torch.randn(B, T, heads, 128).bfloat16() for name in ("q", "k", "v", "g")}
-        x |= {"beta": torch.randn(B, T, heads).bfloat16(), "A_log": torch.rand(heads), "dt_bias": torch.randn(heads * 128)}
+    def tokens(B: int, T: int, gates: torch.dtype = torch.float32) -> dict[str, Any]:
+        x: dict[str, Any] = {name: torch.randn(B, T, heads, 128).bfloat16() for name in ("q", "k", "v")}
+        x |= {"g": torch.randn(B, T, heads, 128).to(gates), "beta": torch.randn(B, T, heads).to(gates)}
+        x |= {"A_log": torch.rand(heads), "dt_bias": torch.randn(heads * 128)}
         return x | {"use_gate_in_kernel": True, "lower_bound": -5.0}
 
     def pack(*ends: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
 
     states = {"initial_state": torch.randn(2, heads, 128, 128), "output_final_state": True}
     slots = {"initial_state": torch.randn(8, heads, 128, 128), "state_indices": torch.tensor([3, 1], dtype=torch.int32)}
-    decode = tokens(2, 1) | {"state_indices": torch.tensor([3, 1])}
+    decode = tokens(2, 1, torch.bfloat16) | {"state_indices": torch.tensor([3, 1])}
     return {
         "dense": (kda_tl.chunk_kda, tokens(2, 100)),
         "pack": (kda_tl.chunk_kda, tokens(1, 100) | pack(30, 100) | states | {"state_v_first": True}),
