@@ -196,6 +196,7 @@ def _apply(folder: Path, jobs: int | None) -> None:
     applied = apply(
         folder / TIMINGS, plan.arch, heirs={spec.spec: spec.inherits for spec in plan.specs},
         serves=lambda heir, schedule: (heir, json.dumps(dict(schedule), sort_keys=True)) in served,
+        planned={spec.spec: [problem.size for problem in spec.problems] for spec in plan.specs},
     )  # fmt: skip
     click.echo(str(applied))
     if applied.changed:
@@ -262,9 +263,11 @@ def _report(folder: Path) -> str:
 
 
 def _row(plan: Plan, best: dict[str, Any], base: float | None, timed: int) -> tuple[str, ...]:
-    spec = spec_of_key(best["spec"])
-    kind = SCHEDULES[spec.kernel]
-    floor = floor_ms(cost(spec, Problem(**best["problem"]), kind(**best["schedule"])), plan.arch)
+    try:
+        spec = spec_of_key(best["spec"])
+        floor = floor_ms(cost(spec, Problem(**best["problem"]), SCHEDULES[spec.kernel](**best["schedule"])), plan.arch)
+    except (TypeError, ValueError):  # of another version
+        floor = None
     return (
         "-" if base is None else f"{base:.4f}",
         f"{best['time_ms']:.4f}",

@@ -9,7 +9,7 @@ by the values, so that the scan has neither exponentials nor a rule of its own:
 
 With a decay for every column, every e^G is a running product of decays d = exp(g) in [0, 1], from the chunk's first row down or
 from its last row up; where it crosses into another thread's rows it starts from their sum of logs. With one decay a row, or
-none, products are plain, and decays come after them (`tiles.scalar_decay`). Either way no exponent is ever positive. Formulas
+none, products are plain, and decays come after them (`tiles.scalar_decay`). No exponent that counts is ever positive. Formulas
 and names as in `kda_tl.reference.chunk`. Rules without the delta correction store no k_decayed and no A_inv. RWKV6
 (`read_first`) reads before it decays: its q_decayed leaves the token's own decay out, and the diagonal of P is q (bonus k).
 """

@@ -67,10 +67,12 @@ class Repeat(NamedTuple):
 
 
 class Table:
-    """Calls of one op that have the same names of arguments. find and settle: as `kda_tl.calls` gives them."""
+    """Calls of one op that have the same names of arguments. find and settle: as `kda_tl.calls` gives them. flags: which of the
+    values are flags: a tensor in their place would count by its shape, not by what it holds, so such calls are not kept."""
 
-    def __init__(self, make: Callable[..., Any], valued: Sequence[int]) -> None:
+    def __init__(self, make: Callable[..., Any], valued: Sequence[int], flags: Sequence[int]) -> None:
         self.find, self.settle = make(MOST, list(valued))
+        self.flags = flags
         # They wait for nothing, and take less time than to let go of the interpreter and take hold of it again. And no thread
         # can hold their lock while another one forks.
         self.find.release_gil = self.settle.release_gil = False
@@ -133,7 +135,9 @@ class Repeated:
     """The calls of one public function. arguments: has its signature; None where values are not what the function takes."""
 
     def __init__(self, arguments: Callable[..., Any] | None = None) -> None:
-        self._names = [] if arguments is None else list(inspect.signature(arguments).parameters)
+        parameters = {} if arguments is None else inspect.signature(arguments).parameters
+        self._names = list(parameters)
+        self._tensors = {name for name, one in parameters.items() if "Tensor" in str(one.annotation)}
         self._tables: Known[Table] = Known(256)
         self._table = self._tables.get_hashable
 
@@ -188,16 +192,20 @@ class Repeated:
         make = native("kda_tl.calls")
         if make is None:
             return None
+        flags: Sequence[int] = ()
         if self._names:
             placed = (*self._names[: names[0]], *names[1:])
             valued = [i for i, name in enumerate(placed) if name in OFFSETS]
-        table = Table(make, valued)
+            flags = [i for i, name in enumerate(placed) if name not in self._tensors]
+        table = Table(make, valued, flags)
         self._tables.put(key, table)
         return table
 
 
 def _candidate(table: Table, number: int, values: tuple[Any, ...]) -> Candidate | None:
     """None where this call, or this moment, is not for keeping."""
+    if any(isinstance(values[i], Tensor) for i in table.flags):
+        return None
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors or any(map(is_negated, tensors)) or (is_grad_enabled() and any(map(requires_grad, tensors))):
         return None

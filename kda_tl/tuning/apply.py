@@ -23,8 +23,8 @@ __all__ = ["TOLERANCE", "Applied", "Gain", "apply"]
 TOLERANCE = 1.02
 """Times this close to the best count as the best where that saves a class. No choice is further above what was in force."""
 HEIR_TOLERANCE = 1.2
-"""Siblings that were not timed have coarser classes: each one is a program more. At this distance the times of clear losers,
-of fewer rounds, are good enough to count."""
+"""Siblings that were not timed have coarser classes, by the times of the spec that was: each one is a program more. A choice
+may be this far above the best, and above what was in force. So far out, times of clear losers count, of fewer rounds."""
 
 Serves = Callable[[str, Mapping[str, Any]], bool]
 
@@ -87,6 +87,7 @@ def apply(
     device: str | None = None,
     heirs: Mapping[str, Sequence[str]] | None = None,
     serves: Serves | None = None,
+    planned: Mapping[str, Sequence[int]] | None = None,
 ) -> Applied:
     """Writes the choices that `timings` make into the schedules file of `arch`, at once; entries of other specs stay.
 
@@ -101,6 +102,7 @@ def apply(
         device: whose records count; default: that of all of them.
         heirs: key of a measured spec -> keys of those that take its schedules over, as a model, in classes within 20 %.
         serves: serves(heir, schedule): whether a schedule can be built for an heir; default: all can.
+        planned: key of a measured spec -> the sizes that were to be measured: where one is missing, the entry stays.
 
     Raises:
         TimingsError: the timings cannot be used, or are of several devices.
@@ -123,6 +125,10 @@ def apply(
         coarse, _ = _Table.of(spec.kernel, records, arch, stopped=True)
         if unknown:
             notes.append(f"{key}: {len(unknown)} timings of schedules that this version does not have, {unknown[0]}")
+        missing = sorted(set((planned or {}).get(key, ())) - set(table.sizes))
+        if missing and table.sizes:
+            notes.append(f"{key}: no times yet of size {', '.join(map(str, missing))}: left as it was")
+            continue
         chosen = table.choose()
         if chosen is None:
             if table.sizes:
@@ -132,6 +138,8 @@ def apply(
         entries[key] = {"classes": [class_as_json(one) for one in gains[-1].classes]}
         for heir in (heirs or {}).get(key, ()):
             spec_of_key(heir)
+            if heir in by_spec:
+                continue  # it has times of its own
             own = coarse.choose(None if serves is None else functools.partial(_serves, serves, heir), HEIR_TOLERANCE)
             if own is not None:
                 classes = [SizeClass(up_to, schedule, "model") for up_to, schedule in coarse.bounds(own)]

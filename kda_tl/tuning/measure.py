@@ -25,6 +25,7 @@ from typing import Any
 from kda_tl import __version__
 from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, serve
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
+from kda_tl.tuning.timings import read_timings
 
 __all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
 
@@ -64,14 +65,18 @@ class _Group:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
+    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been.
+
+    Raises:
+        TimingsError: a whole line is no record.
+    """
+    if not path.exists():
         return []
+    read_timings(path)
+    lines = path.read_bytes().splitlines()
     records = []
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict):
                 records.append(record)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -67,14 +66,18 @@ class Timing:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if self.size < (self.status != "rejected"):
             raise ValueError(f"size must be positive, got {self.size}")
-        if self.status == "ok" and (self.time_ms is None or not math.isfinite(self.time_ms) or self.time_ms <= 0):
-            raise ValueError(f"time_ms must be a positive number where status is ok, got {self.time_ms!r}")
+        if self.time_ms is None:
+            if self.status == "ok":
+                raise ValueError("time_ms must be a positive number where status is ok, got None")
+        elif not 0 < self.time_ms < MOST_MS:
+            raise ValueError(f"time_ms must be a positive number under {MOST_MS:.0e}, got {str(self.time_ms)[:40]}")
         try:
             datetime.datetime.fromisoformat(self.date.replace("Z", "+00:00"))
         except ValueError:
             raise ValueError(f"date must be an ISO date, got {self.date!r}") from None
 
 
+MOST_MS = 1e12
 KINDS: Mapping[str, tuple[type, ...]] = {
     "spec": (str,), "schedule": (dict,), "size": (int,), "problem": (dict,), "status": (str,),
     "time_ms": (int, float, type(None)), "error": (int, float, type(None)), "reason": (str, type(None)),

@@ -206,6 +206,18 @@ def test_numbers_that_are_equal_but_of_another_type_are_told_apart(lookups: Look
     assert same(kda_tl.chunk_kda(**inputs(2, intracard_segments=1 << 70)), kda_tl.chunk_kda(**inputs(2, intracard_segments=2)))
 
 
+@pytest.mark.parametrize("flag", ["use_qk_l2norm_in_kernel", "output_final_state", "state_v_first"])
+def test_a_tensor_as_a_flag_counts_by_what_it_holds(flag: str, lookups: Lookups) -> None:
+    x = inputs(2)
+    plain_results = {value: kda_tl.chunk_kda(**x | {flag: value}) for value in (True, False)}
+    held = torch.tensor(True)
+    for _ in range(4):
+        assert same(kda_tl.chunk_kda(**x | {flag: held}), plain_results[True])
+    assert same(kda_tl.chunk_kda(**x | {flag: torch.tensor(False)}), plain_results[False])
+    held.fill_(False)
+    assert same(kda_tl.chunk_kda(**x | {flag: held}), plain_results[False])
+
+
 def test_a_gradient_is_recorded(lookups: Lookups) -> None:
     learn()
     x = inputs(2)

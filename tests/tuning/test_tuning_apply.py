@@ -197,6 +197,17 @@ def test_siblings_count_the_times_of_early_losers(tmp_path: Path) -> None:
     assert shape(classes) == [(22, 16), (None, 64)] and shape(inherited) == [(None, 64)]
 
 
+def test_sizes_that_are_missing_leave_an_entry_as_it_was(tmp_path: Path) -> None:
+    classes, applied = run(tmp_path, [record(32, 8, 1.0)], planned={SPEC.key: [8, 96]})
+    assert not classes and not applied.changed and "no times yet of size 96" in applied.notes[0]
+
+
+@pytest.mark.parametrize("time", [-1.0, 0, float("inf"), 10**400])
+def test_a_time_is_a_positive_number_wherever_there_is_one(time: float, tmp_path: Path) -> None:
+    with pytest.raises(TimingsError, match="line 1: time_ms must be a positive number"):
+        run(tmp_path, [record(32, 8, "stopped", time_ms=time)])
+
+
 # -- properties ----------------------------------------------------------------------------------------------------------
 
 outcomes = st.one_of(
