@@ -247,8 +247,11 @@ def _progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
 def _report(folder: Path) -> str:
     """Per spec and size: the time of the schedule that was in force, the best one's, and that over the floor."""
     from kda_tl.tuning.measure import read_records
+    from kda_tl.tuning.timings import read_timings
 
     plan, rows = read_plan(folder), []
+    if (folder / TIMINGS).exists():
+        read_timings(folder / TIMINGS)  # raises where a line is no record
     records = read_records(folder / TIMINGS)
     for device in dict.fromkeys(record["device"] for record in records):
         timed = [record for record in records if record["device"] == device and record["status"] in ("ok", "stopped")]

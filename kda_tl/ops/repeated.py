@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from kda_tl.ops.arguments import Arguments
 from kda_tl.ops.checks import mark_written
+from kda_tl.ops.decode_checks import DecodeArguments
 from kda_tl.ops.known import Known
 from kda_tl.runtime.counters import counts
 from kda_tl.runtime.dispatcher import assumed_arch
@@ -32,6 +34,9 @@ __all__ = ["Candidate", "Repeated"]
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float))
 OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
 MOST = 1024
+TENSORS = frozenset(
+    name for kind in (Arguments, DecodeArguments) for name, one in kind.__annotations__.items() if "Tensor" in str(one)
+)
 NUMBER = (1 << 31) - 1  # kNumberMask of launches.cc
 
 is_negated: Callable[[Tensor], bool] = Tensor.is_neg
@@ -137,7 +142,7 @@ class Repeated:
     def __init__(self, arguments: Callable[..., Any] | None = None) -> None:
         parameters = {} if arguments is None else inspect.signature(arguments).parameters
         self._names = list(parameters)
-        self._tensors = {name for name, one in parameters.items() if "Tensor" in str(one.annotation)}
+        self._tensors = TENSORS | {name for name, one in parameters.items() if "Tensor" in str(one.annotation)}
         self._tables: Known[Table] = Known(256)
         self._table = self._tables.get_hashable
 

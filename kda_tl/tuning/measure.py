@@ -65,15 +65,11 @@ class _Group:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been.
-
-    Raises:
-        TimingsError: a whole line is no record.
-    """
-    if not path.exists():
+    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
         return []
-    read_timings(path)
-    lines = path.read_bytes().splitlines()
     records = []
     for line in lines:
         with suppress(ValueError, RecursionError):
@@ -124,6 +120,8 @@ def measure(
     if only is not None:
         plan = replace(plan, specs=tuple(one for one in plan.specs if any(key in only for key in (one.spec, *one.inherits))))
     path = folder / TIMINGS
+    if resume and path.exists():
+        read_timings(path)  # raises where a line is no record
     counts: dict[str, int] = {}
     with _Child(folder, plan.arch) as child:
         hello = child.start()

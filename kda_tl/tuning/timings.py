@@ -66,11 +66,9 @@ class Timing:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if self.size < (self.status != "rejected"):
             raise ValueError(f"size must be positive, got {self.size}")
-        if self.time_ms is None:
-            if self.status == "ok":
-                raise ValueError("time_ms must be a positive number where status is ok, got None")
-        elif not 0 < self.time_ms < MOST_MS:
-            raise ValueError(f"time_ms must be a positive number under {MOST_MS:.0e}, got {str(self.time_ms)[:40]}")
+        if (self.time_ms is None and self.status == "ok") or (self.time_ms is not None and not 0 < self.time_ms < MOST_MS):
+            where = " where status is ok" if self.status == "ok" else ""
+            raise ValueError(f"time_ms must be a positive number{where}, got {str(self.time_ms)[:40]}")
         try:
             datetime.datetime.fromisoformat(self.date.replace("Z", "+00:00"))
         except ValueError:

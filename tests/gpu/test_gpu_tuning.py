@@ -26,14 +26,15 @@ from kda_tl.tuning.problems_plan import PLAN, PlannedProblem, PlannedSpec, read_
 pytestmark = pytest.mark.gpu
 
 SPECS: list[KernelSpec] = [
-    ChunkWySpec(gate_dtype="bfloat16"), ChunkScanSpec(), IntracardPreScanSpec(), IntracardMergeSpec(), RecurrentDecodeSpec(),
+    ChunkWySpec(gate_dtype="bfloat16"), ChunkWySpec(gate_dtype="bfloat16", decay="scalar"), ChunkScanSpec(),
+    IntracardPreScanSpec(), IntracardMergeSpec(), RecurrentDecodeSpec(),
 ]  # fmt: skip
 HELD_OUT = [(spec, problem) for spec in SPECS for problem in held_out_problems(spec)]
 WITHIN = 1.05
 
 
-def test_there_are_twenty_sizes() -> None:
-    assert len(HELD_OUT) == 20
+def test_there_are_twenty_sizes_and_more() -> None:
+    assert len(HELD_OUT) == 23
 
 
 @pytest.fixture(scope="module")
