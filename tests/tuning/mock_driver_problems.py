@@ -15,36 +15,17 @@ from typing import Any
 
 ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)  # as importing a CUDA build of torch would
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "runtime"))
+
 import torch
-import tvm_ffi
+from fake_device import on_device
 
 from kda_tl.runtime.loader import load_artifact
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.problems import check_case, full_case
 
-KDL_CUDA = 2
 CPU = torch.device("cpu")
-
-capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-capsule_pointer.restype = ctypes.c_void_p
-capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-
-class OnDevice:
-    """torch's own DLPack capsule of a host tensor, its device field overwritten (it follows the data pointer)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return KDL_CUDA, 0
-
-    def __dlpack__(self, **_: object) -> object:
-        capsule = self.tensor.__dlpack__()
-        device = capsule_pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
-        ctypes.c_int32.from_address(device).value = KDL_CUDA
-        return capsule
 
 
 def raised(key: str, id: str) -> str | None:
@@ -53,7 +34,7 @@ def raised(key: str, id: str) -> str | None:
         kernel = load_artifact(Path(sys.argv[1]), id, sys.argv[2], key)
         for case in (check_case(spec, CPU), full_case(spec, Problem(2, 256, 2, 4, 2), CPU)):
             for call in case.calls:
-                kernel(*(tvm_ffi.from_dlpack(OnDevice(x)) if isinstance(x, torch.Tensor) else x for x in call))
+                kernel(*map(on_device, call))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
