@@ -15,16 +15,17 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from decode_cases import OPS, DecodeCase, decode_truth, make_decode_inputs, relative  # noqa: E402
+from timing import captured, time_ms  # noqa: E402
 
 from kda_tl.registry import Registry  # noqa: E402
 from kda_tl.specs.decode import RecurrentDecodeSchedule, RecurrentDecodeSpec  # noqa: E402
@@ -83,33 +84,16 @@ def check(case: DecodeCase) -> float:
     return error
 
 
-def time_ms(case: DecodeCase, replays: int = 20) -> float:
-    arguments, op = layers(case), OPS[case.rule]
-    rounds = max(1, 64 // case.N)  # small batches: enough launches that a replay is not the host's time
+def captured_steps(case: DecodeCase) -> tuple[Callable[[], None], int]:
+    """Replays a graph of steps of all layers; how many calls it holds (many at small batches, to hide the host)."""
+    arguments, op, rounds = layers(case), OPS[case.rule], max(1, 64 // case.N)
 
-    def step() -> None:
+    def steps() -> None:
         for _ in range(rounds):
             for x in arguments:
                 op(**x)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / (rounds * LAYERS))
-    return median(times)
+    return captured(steps), rounds * LAYERS
 
 
 def measure(root: Path | None, batches: list[int], rules: list[str], out: Path | None) -> None:
@@ -124,7 +108,8 @@ def measure(root: Path | None, batches: list[int], rules: list[str], out: Path |
                 error = check(replace(RULES[rule], state_dtype=dtype))
                 for batch in batches:
                     case = replace(RULES[rule], N=batch, state_dtype=dtype)
-                    least, ms = cost_of(case), time_ms(case)
+                    least, (replay, calls) = cost_of(case), captured_steps(case)
+                    ms = time_ms(replay) / calls
                     moved, floor = least.bytes, floor_ms(least, ARCH)
                     rows.append({"variant": name, "rule": rule, "state": label, "batch": batch, "error": error, "ms": ms,
                                  "bytes": moved, "floor_ms": floor})  # fmt: skip

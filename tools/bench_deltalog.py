@@ -19,15 +19,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from chunk_kda_cases import relative_error  # noqa: E402
 from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
+from timing import captured, time_ms  # noqa: E402
 
 from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
 from kda_tl.specs.deltalog import RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec  # noqa: E402
@@ -75,20 +75,6 @@ def prepare(root: Path, options: argparse.Namespace) -> None:
             print(f"{name}: {result.spec.key} {result.seconds:.0f} s, {usage['registers']} registers{spilled}", flush=True)
 
 
-def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
-
-
 def bandwidths() -> tuple[float, float]:
     """Bytes per second of a copy of 4 GiB (read and written), and of a read-only sum over as much."""
     source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
@@ -130,8 +116,10 @@ def check(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int | No
     return error
 
 
-def measure_row(rule: str, state_dtype: torch.dtype, batch: int, merge_every: int | None, launches: int) -> tuple[float, int]:
-    """Milliseconds per layer and step, and the interval."""
+def captured_cycle(
+    rule: str, state_dtype: torch.dtype, batch: int, merge_every: int | None, launches: int
+) -> tuple[Callable[[], None], int]:
+    """Replays a graph of one merge cycle of all layers; and the interval."""
     made = {"state_dtype": state_dtype, "device": "cuda", "merge_every": merge_every, "launches": launches}
     caches = [DeltaLogCache(batch, HV, K, V, rule, **made) for _ in range(LAYERS)]  # type: ignore[arg-type]
     calls = [inputs_of(rule, batch, seed) for seed in range(LAYERS)]
@@ -145,13 +133,8 @@ def measure_row(rule: str, state_dtype: torch.dtype, batch: int, merge_every: in
             for cache, x, slots in zip(caches, calls, indices):
                 OPS[rule](**x, cache=cache, state_indices=slots)
 
-    cycle()
-    cycle()  # past the first windows: from here on a step folds one request in `every`
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cycle()
-    return time_ms(graph.replay) / (every * LAYERS), every
+    cycle()  # and another one before it is captured: from then on a step folds one request in `every`
+    return captured(cycle), every
 
 
 def measure(root: Path | None, options: argparse.Namespace) -> None:
@@ -167,7 +150,8 @@ def measure(root: Path | None, options: argparse.Namespace) -> None:
         for interval in options.merge_every:
             error = check(rule, BASES[base], 64, interval, options.launches)
             for batch in options.batches:
-                ms, every = measure_row(rule, BASES[base], batch, interval, options.launches)
+                replay, every = captured_cycle(rule, BASES[base], batch, interval, options.launches)
+                ms = time_ms(replay) / (every * LAYERS)
                 floor = floor_ms(step_cost(rule, BASES[base], batch, every), ARCH, max(copy, read))
                 row = {"variant": name, "rule": rule, "base": base, "launches": options.launches, "merge_every": every}
                 rows.append({**row, "batch": batch, "error_of_limit": error, "ms": ms, "floor_ms": floor})

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from bench_chunk_kda import time_ms  # noqa: E402
 from chunk_kda_cases import TOLERANCE, relative_error  # noqa: E402
+from timing import captured, time_ms  # noqa: E402
 
 import kda_tl  # noqa: E402
 from kda_tl.reference import beta_sigmoid, gdn_gate, kda_gate, l2norm, recurrent_rule  # noqa: E402
@@ -93,18 +93,6 @@ def op_floor_ms(rule: str, lengths: list[int], H: int, HV: int) -> float:
     return found
 
 
-def captured(call: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def peer_ms(rule: str, x: dict[str, Any], flags: dict[str, Any]) -> tuple[float, float]:
     """(error, milliseconds) of flash-linear-attention's op of the same name."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -155,9 +143,7 @@ def main() -> None:
             if not error < TOLERANCE:
                 raise SystemExit(f"{row}: error {error:.1e} is over {TOLERANCE}: not timed")
             row[f"error {name}"], row[f"ms {name}"] = error, time_ms(call)
-            graph = captured(call)
-            row[f"graph {name}"] = time_ms(graph.replay)
-            del graph
+            row[f"graph {name}"] = time_ms(captured(call))
         row["floor_ms"] = op_floor_ms(rule, lengths, H, HV)
         rows.append(row)
         shown = (

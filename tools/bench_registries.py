@@ -1,0 +1,156 @@
+"""Two registries beside each other on one device: is a rebuilt one anywhere slower?
+
+    python tools/bench_registries.py BEFORE AFTER [--within 1.02] [--only prefill] [--out FILE]
+
+BEFORE and AFTER are registries as `kda-tl build --registry` or `kda-tl autotune --apply` leave them. Each has a process of its
+own, and for every case the two take turns: one captures the call in a CUDA graph and checks it (prefill and recurrent decode
+against the float64 recurrence, as their own benchmarks do), then rounds of replays alternate, so that drift hits both alike.
+Prints medians over rounds and their ratio. A case that is over --within is timed once more, since one of a hundred is so by
+chance; what is over it twice is named at the end, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
+
+KINDS = ("prefill", "decode", "deltalog")
+ROUNDS, REPLAYS = 7, 12
+
+
+def cases(only: list[str]) -> Iterator[tuple[str, ...]]:
+    """Kind first, then what `prepared` needs, all as texts: they travel to processes and into the table."""
+    from bench_prefill import CASES
+
+    if "prefill" in only:
+        yield from (("prefill", str(n)) for n, case in enumerate(CASES) if case[4] != "strong")
+    if "decode" in only:
+        yield from (("decode", rule, state, batch) for rule in ("kda", "gdn") for state in ("fp32", "bf16")
+                    for batch in ("1", "8", "64", "256", "512"))  # fmt: skip
+    if "deltalog" in only:
+        yield from (("deltalog", rule, base, batch) for rule in ("kda", "gdn", "rwkv6") for base in ("fp32", "bf16", "fp16")
+                    for batch in ("64", "512"))  # fmt: skip
+
+
+def title(case: tuple[str, ...]) -> str:
+    if case[0] != "prefill":
+        return " ".join(case)
+    from bench_prefill import CASES
+
+    rule, lengths, H, HV, gate = CASES[int(case[1])]
+    shape = f"{lengths[0]} x {len(lengths)}" if len(set(lengths)) == 1 else f"{len(lengths)} of {min(lengths)}-{max(lengths)}"
+    return f"prefill {rule} {shape} H {H} HV {HV} {gate}"
+
+
+def prepared(case: tuple[str, ...]) -> tuple[Callable[[], None], int]:
+    """Checks the case, and replays its graph; and how many calls one replay holds."""
+    from dataclasses import replace
+
+    import bench_decode
+    import bench_deltalog
+    import bench_prefill
+    import torch
+    from timing import captured
+
+    torch.manual_seed(0)
+    if case[0] == "prefill":
+        rule, lengths, H, HV, gate = bench_prefill.CASES[int(case[1])]
+        x, flags = bench_prefill.make_inputs(rule, lengths, H, HV, gate)
+        error = bench_prefill.error_of_two_heads(rule, x, flags, *bench_prefill.OPS[rule](**x, **flags))
+        if not error < bench_prefill.TOLERANCE:
+            raise SystemExit(f"{title(case)}: error {error:.1e} is over {bench_prefill.TOLERANCE}: not timed")
+        return captured(lambda: bench_prefill.OPS[rule](**x, **flags)), 1
+    if case[0] == "decode":
+        made = replace(bench_decode.RULES[case[1]], state_dtype=bench_decode.STATES[case[2]])
+        bench_decode.check(made)
+        return bench_decode.captured_steps(replace(made, N=int(case[3])))
+    base = bench_deltalog.BASES[case[2]]
+    bench_deltalog.check(case[1], base, 8, None, 1)
+    replay, every = bench_deltalog.captured_cycle(case[1], base, int(case[3]), None, 1)
+    return replay, every * bench_deltalog.LAYERS
+
+
+def serve(pipe: Connection, registry: str) -> None:
+    """A process of one registry: prepares the case that is sent, and times rounds of it for every None until the next."""
+    os.environ["KDA_TL_REGISTRY"] = registry
+    import torch
+    from timing import time_ms
+
+    replay: Callable[[], None] = lambda: None  # noqa: E731
+    calls = 1
+    with torch.no_grad():
+        while True:
+            message = pipe.recv()
+            if message is None:
+                pipe.send(time_ms(replay, REPLAYS) / calls)
+                continue
+            del replay
+            torch.cuda.empty_cache()
+            replay, calls = prepared(message)
+            torch.cuda.synchronize()
+            pipe.send("ready")
+
+
+def timed(pipes: list[Connection]) -> list[float]:
+    """Milliseconds of each: medians over rounds in which they take turns."""
+    times: list[list[float]] = [[] for _ in pipes]
+    for turn in range(ROUNDS):
+        for n in (0, 1) if turn % 2 == 0 else (1, 0):
+            pipes[n].send(None)
+            times[n].append(pipes[n].recv())
+    return [median(one) for one in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--within", type=float, default=1.02, help="the largest ratio of after to before that passes")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for registry in (options.before, options.after):
+        if not (registry / "manifest").is_dir():
+            parser.error(f"{registry} is no registry: kda-tl build --registry {registry}")
+    context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
+    pipes = []
+    for registry in (options.before, options.after):
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, str(registry.resolve())), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    print(f"{'milliseconds a call':46s}   before     after  after/before", flush=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for case in cases(options.only):
+            for pipe in pipes:
+                pipe.send(case)
+            for pipe in pipes:
+                pipe.recv()
+            before, after = timed(pipes)
+            if after > options.within * before:
+                before, after = timed(pipes)
+            rows.append({"case": title(case), "before_ms": before, "after_ms": after})
+            print(f"{title(case):46s} {before:8.4f}  {after:8.4f}  {after / before:12.3f}", flush=True)
+    except EOFError:
+        raise SystemExit("a process ended; what it printed says why") from None
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=1))
+    slower = [row["case"] for row in rows if row["after_ms"] > options.within * row["before_ms"]]
+    print(f"{len(rows)} cases, {len(slower)} slower by more than {options.within:g}" + "".join(f"\n  {one}" for one in slower))
+    raise SystemExit(1 if slower else 0)
+
+
+if __name__ == "__main__":
+    main()
