@@ -91,7 +91,10 @@ def serve(pipe: Connection, registry: str) -> None:
     calls = 1
     with torch.no_grad():
         while True:
-            message = pipe.recv()
+            try:
+                message = pipe.recv()
+            except EOFError:
+                return
             if message is None:
                 pipe.send(time_ms(replay, REPLAYS) / calls)
                 continue

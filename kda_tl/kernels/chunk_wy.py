@@ -195,11 +195,7 @@ def per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decaye
     if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):
         rate = gate_rate(A_log[value_head])
     if delta:
-        for i in t.parallel(C):
-            if i < rows:
-                beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
-            else:
-                beta_tile[i] = 0.0
+        load_strengths(t, beta, beta_tile, beta_form, batch, start, rows, value_head, C)
     if read_first:
         for d in t.parallel(K):
             bonus_row[d] = bonus[head * K + d]
@@ -264,6 +260,16 @@ def per_key_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, bonus, q_decaye
 
 
 @T.macro
+def load_strengths(t, beta, beta_tile, beta_form, batch, start, rows, value_head, C):
+    """beta_tile [C]: of each row, 0 past the sequence's last one."""
+    for i in t.parallel(C):
+        if i < rows:
+            beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
+        else:
+            beta_tile[i] = 0.0
+
+
+@T.macro
 def scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P, where,
                  lower_bound, gate_form, beta_form, normalize):  # fmt: skip
     """A chunk with one decay a row, or none. where: batch, start, rows, head, value head and slot."""
@@ -278,11 +284,7 @@ def scalar_chunk(t, spec, parts, q, k, g, beta, A_log, dt_bias, q_decayed, k_dec
     rate = T.alloc_var("float32", init=0.0)
     stage_tokens(t, tiles, q, k, batch, start, rows, head)
     if delta:
-        for i in t.parallel(C):
-            if i < rows:
-                beta_tile[i] = write_strength(beta_form, T.cast(beta[batch, start + i, value_head], "float32"))
-            else:
-                beta_tile[i] = 0.0
+        load_strengths(t, beta, beta_tile, beta_form, batch, start, rows, value_head, C)
     if decays:
         if t.is_cpu or T.get_thread_binding() >= threads - 32:  # the first warps have beta
             if gate_form == int(GateForm.SOFTPLUS) or gate_form == int(GateForm.BOUNDED):

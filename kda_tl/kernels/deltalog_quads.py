@@ -30,6 +30,10 @@ class QuadTile:
     state_dtype: str
 
     @property
+    def row_lanes(self) -> int:
+        return QUAD
+
+    @property
     def width(self) -> int:
         """Elements of one access."""
         return elements(self.state_dtype)
@@ -101,7 +105,7 @@ def split_token(tile, columns, now, base_weight):
 
 @T.macro
 def read_by_mma(tile, held, columns, k_sums, q_sums):
-    """k_sums, q_sums [rows]: the lane's term of k^T S and q^T S of its quad's rows."""
+    """As `read_base`, of what `split_token` has made of k w_base and q w_base."""
     pairs = tile.rows // 2
     left = T.alloc_local((8,), "bfloat16")
     right = T.alloc_local((8,), "bfloat16")
@@ -127,33 +131,6 @@ def read_by_mma(tile, held, columns, k_sums, q_sums):
         for row in T.unroll(2):
             k_sums[0, pair * 2 + row] = total[pair, row * 2]
             q_sums[0, pair * 2 + row] = total[pair, row * 2 + 1]
-
-
-@T.macro
-def read_by_elements(tile, held, scaled, k_sums, q_sums, delta):
-    """As `read_by_mma`; scaled [2, K]: k w_base and q w_base."""
-    t = tile.t
-    k_row = private(t, 1, (tile.width,), "float32")
-    q_row = private(t, 1, (tile.width,), "float32")
-    for quad in groups(t, tile.threads, QUAD):
-        for lane in lanes(t, QUAD):
-            mine = tile.thread(quad, lane)
-            for r in T.unroll(tile.rows):
-                k_sums[mine, r] = 0.0
-                q_sums[mine, r] = 0.0
-            for vector in T.unroll(tile.vectors):
-                for half in T.unroll(tile.width // 4):
-                    for e in wide(t, 4):
-                        q_row[0, half * 4 + e] = scaled[1, tile.key(vector, lane) + half * 4 + e]
-                    if delta:
-                        for e in wide(t, 4):
-                            k_row[0, half * 4 + e] = scaled[0, tile.key(vector, lane) + half * 4 + e]
-                for r in T.unroll(tile.rows):
-                    for e in T.unroll(tile.width):
-                        element = T.cast(held[mine, r, vector, e], "float32")
-                        q_sums[mine, r] = q_sums[mine, r] + element * q_row[0, e]
-                        if delta:
-                            k_sums[mine, r] = k_sums[mine, r] + element * k_row[0, e]
 
 
 @T.macro

@@ -37,6 +37,10 @@ class BaseTile:
         return self.threads // ROW_LANES
 
     @property
+    def row_lanes(self) -> int:
+        return ROW_LANES
+
+    @property
     def width(self) -> int:
         """Elements of one access."""
         return elements(self.state_dtype)
@@ -325,12 +329,15 @@ def log_products(t, threads, weighted, now, dots, numbers, bonus, count, K, delt
 
 @T.macro
 def read_base(tile, held, scaled, k_sums, q_sums, delta):
-    """k_sums, q_sums [rows]: this thread's part of k^T S and q^T S, from the base alone; scaled [2, K]: k and q w_base."""
+    """k_sums, q_sums [rows]: this thread's part of k^T S and q^T S, from the base alone; scaled [2, K]: k and q w_base.
+
+    tile: a `BaseTile`, or any other whose rows `row_lanes` threads share.
+    """
     t = tile.t
     k_row = private(t, 1, (tile.width,), "float32")
     q_row = private(t, 1, (tile.width,), "float32")
-    for group in groups(t, tile.threads, ROW_LANES):
-        for lane in lanes(t, ROW_LANES):
+    for group in groups(t, tile.threads, tile.row_lanes):
+        for lane in lanes(t, tile.row_lanes):
             mine = tile.thread(group, lane)
             for r in T.unroll(tile.rows):
                 k_sums[mine, r] = 0.0

@@ -29,7 +29,6 @@ from kda_tl.kernels.deltalog_quads import (
     QuadTile,
     fold_quads,
     load_quads,
-    read_by_elements,
     read_by_mma,
     read_entries,
     split_token,
@@ -42,6 +41,7 @@ from kda_tl.kernels.deltalog_replay import (
     log_products,
     publish_token,
     publish_value,
+    read_base,
     scale_token,
     stage,
     staged,
@@ -209,7 +209,7 @@ def program(spec: DeltaLogDecodeSpec, schedule: DeltaLogDecodeSchedule, arch: st
                 if tile.by_mma:
                     read_by_mma(tile, held, scaled, k_sums, q_sums)
                 else:
-                    read_by_elements(tile, held, scaled, k_sums, q_sums, delta)
+                    read_base(tile, held, scaled, k_sums, q_sums, delta)
                 sync(t)
                 out_slot = T.alloc_var("int32", init=0)
                 out_row = T.alloc_var("int64", init=0)

@@ -29,14 +29,17 @@ from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessors", "plan_split"]
 
-# The model, in microseconds, for a device like one NVIDIA H200, where the warp-specialized scans and the merge were timed; the
-# rest is assumed. A block of either scan takes so long per chunk, chunk_scan's warp-specialized one by its V tile. The merge
-# applies a map in all of its blocks at once, and each of them reads the map.
-CHUNK_US = {"warp_specialized": 1.6, "plain": 8.0}
-TILE_CHUNK_US = {16: 1.0, 32: 1.2, 64: 1.8, 128: 2.8}
-MERGE_SEGMENT_US, MERGE_BLOCK_US = 1.0, 0.026
-EXTRA_LAUNCHES_US = 6.0  # two more kernels, and the gap that each leaves
-WORTH_WHILE = 0.9  # a cut must bring the time of the scan down to this part of it
+# The model, in microseconds. A block takes so long to start and end, and then for every chunk it walks, or map it applies. The
+# warp-specialized scans and the merge were timed on one NVIDIA H200, as {tile: (start, step)}: of 160 cuts, 1,024 to 32,768
+# tokens and 1 to 32 heads, those near the fastest come out within 8 % (in packs of unlike lengths 15 %), and the cut that is
+# chosen was within 6 % of the fastest each time. The rest is assumed.
+SCAN_US = {16: (4.5, 0.95), 32: (6.5, 1.15), 64: (7.0, 1.75), 128: (12.0, 3.0)}
+PRE_SCAN_US = (6.0, 1.2)
+PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in turn
+MERGE_US = {8: (2.7, 2.1), 16: (2.7, 2.85), 32: (2.7, 5.0), 64: (2.7, 9.0)}
+PLAIN_US = (6.0, 8.0)
+EXTRA_LAUNCHES_US = 3.0  # the gaps that two more kernels leave
+WORTH_WHILE = 0.95  # a cut must bring the time after chunk_wy down to this part of it
 MAX_SEGMENTS = 64
 MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
 
@@ -46,11 +49,12 @@ MULTIPROCESSORS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_
 
 class Tiling(NamedTuple):
     """A size class of a kernel, as the model sees it: the largest problem (None: any), blocks per segment (merge: per sequence)
-    and value head, and microseconds per chunk."""
+    and value head, and microseconds of a block: to start and end, and per chunk (merge: per map)."""
 
     up_to: int | None
     tiles: int
-    chunk_us: float = CHUNK_US["warp_specialized"]
+    start_us: float = 5.0
+    step_us: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -174,25 +178,30 @@ def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     """Of the scan, and of what cutting costs, by the model. One block of a scan runs on a multiprocessor at a time."""
     segments, HV, scans = work.segments(segment_chunks), work.HV, work.scans(segment_chunks)
     tiling = _class_of(device.scan, "chunk_scan", scans, HV)
-    scan = _steps(work, segments * HV * tiling.tiles, segment_chunks, device) * tiling.chunk_us
+    scan = tiling.start_us + _steps(work, segments * HV * tiling.tiles, segment_chunks, device) * tiling.step_us
     if segment_chunks >= work.longest:
         return scan
     alike = work.chunks is None or work.dense
     mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
     merged = work.N if alike else sum(n > segment_chunks for n in work.chunks or ())
     tiling = _class_of(device.pre_scan, "intracard_pre_scan", scans, HV)
-    pre_scan = _steps(work, mapped * HV * tiling.tiles, segment_chunks, device) * tiling.chunk_us
-    tiles = _class_of(device.merge, "intracard_merge", work.N, HV).tiles
-    merge = (-(-work.longest // segment_chunks) - 1) * (MERGE_SEGMENT_US + MERGE_BLOCK_US * merged * HV * tiles)
+    blocks = mapped * HV * tiling.tiles
+    pre_scan = tiling.start_us + (_waves(blocks, device) - 1) * PRE_SCAN_WAVE_US
+    pre_scan += _steps(work, blocks, segment_chunks, device) * tiling.step_us
+    tiling = _class_of(device.merge, "intracard_merge", work.N, HV)
+    maps = -(-work.longest // segment_chunks) - 1
+    merge = tiling.start_us + maps * tiling.step_us * _waves(merged * HV * tiling.tiles, device)
     return scan + pre_scan + merge + EXTRA_LAUNCHES_US
 
 
+def _waves(blocks: int, device: Device) -> int:
+    return -(-blocks // device.multiprocessors)
+
+
 def _steps(work: Work, blocks: int, segment_chunks: int, device: Device) -> float:
-    """Chunks that the busiest multiprocessor walks. Blocks of a dense batch are alike and come in waves; others fill gaps."""
-    if work.dense:
-        return -(-blocks // device.multiprocessors) * segment_chunks
+    """Chunks that the busiest multiprocessor walks: in waves where blocks are alike, else a long block may come last."""
     mean = work.total / max(work.segments(segment_chunks), 1)
-    return max(float(segment_chunks), blocks * mean / device.multiprocessors)
+    return min(_waves(blocks, device) * segment_chunks, blocks * mean / device.multiprocessors + segment_chunks)
 
 
 def device_of(scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int) -> Device:
@@ -208,17 +217,16 @@ def _device(
     scans, pre_scans, merges = [], [], []
     for one in dispatcher.schedule_classes(scan, arch):
         assert isinstance(one.schedule, ChunkScanSchedule)
-        schedule = one.schedule
-        per_chunk = CHUNK_US[schedule.variant]
-        if schedule.variant == "warp_specialized":
-            per_chunk = TILE_CHUNK_US[schedule.block_v]
-        scans.append(Tiling(one.up_to, scan.head_dim_v // schedule.block_v, per_chunk))
+        block_v, specialized = one.schedule.block_v, one.schedule.variant == "warp_specialized"
+        scans.append(Tiling(one.up_to, scan.head_dim_v // block_v, *(SCAN_US[block_v] if specialized else PLAIN_US)))
     for one in dispatcher.schedule_classes(pre_scan, arch):
         assert isinstance(one.schedule, IntracardPreScanSchedule)
-        pre_scans.append(Tiling(one.up_to, columns // one.schedule.block, CHUNK_US[one.schedule.variant]))
+        specialized = one.schedule.variant == "warp_specialized"
+        pre_scans.append(Tiling(one.up_to, columns // one.schedule.block, *(PRE_SCAN_US if specialized else PLAIN_US)))
     for one in dispatcher.schedule_classes(merge, arch):
         assert isinstance(one.schedule, IntracardMergeSchedule)
-        merges.append(Tiling(one.up_to, merge.head_dim_v // one.schedule.block_v))
+        block_v = one.schedule.block_v
+        merges.append(Tiling(one.up_to, merge.head_dim_v // block_v, *MERGE_US[block_v]))
     return Device(count, tuple(scans), tuple(pre_scans), tuple(merges))
 
 

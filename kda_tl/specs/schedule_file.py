@@ -57,7 +57,7 @@ def read_entries(path: Path, arch: str) -> dict[str, Any]:
     Raises:
         ScheduleFileError: it is no schedules file of `arch` in this format.
     """
-    fix = f"restore it, delete it, or write it anew with `kda-tl autotune` on a GPU of {arch}"
+    fix = f"restore it, or delete it; then defaults hold, until `kda-tl autotune` on a GPU of {arch} writes it anew"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -113,12 +114,14 @@ def measure(
 
     Raises:
         PlanError: the folder has no plan.
-        MeasureError: this machine has no device of the plan's arch, or the child process does not start.
+        MeasureError: artifacts of the plan are not in the folder, this machine has no device of the plan's arch, or the child
+            process does not start.
     """
     began = time.monotonic()
     plan = read_plan(folder)
     if only is not None:
         plan = replace(plan, specs=tuple(one for one in plan.specs if any(key in only for key in (one.spec, *one.inherits))))
+    _find_artifacts(folder, plan)
     path = folder / TIMINGS
     if resume and path.exists():
         read_timings(path)  # raises where a line is no record
@@ -156,6 +159,18 @@ def measure(
                 done += 1
                 keep(group.spec, group.problem, found.number, found)
     return Summary(hello.device, counts, total - done, time.monotonic() - began)
+
+
+def _find_artifacts(folder: Path, plan: Plan) -> None:
+    """Before anything is timed: a candidate that is not there has not crashed, and must not be kept as one that has."""
+    needed = {one.artifact for spec in plan.specs for one in spec.candidates if one.artifact is not None}
+    missing = sorted(id for id in needed if not (folder / "artifacts" / id).is_dir())
+    if missing:
+        again = f"kda-tl autotune --arch {plan.arch} --prepare {shlex.quote(str(folder))}"
+        raise MeasureError(
+            f"{folder} lacks {len(missing)} of its plan's {len(needed)} artifacts, {missing[0]} for one: copy all of the "
+            f"folder, or compile what is not there with `{again}`"
+        )
 
 
 def _move_aside(path: Path) -> None:

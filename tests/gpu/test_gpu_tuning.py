@@ -1,4 +1,4 @@
-"""Schedules on sizes that nothing was tuned on: what the dispatcher takes, against every candidate of a prepared folder.
+"""What is chosen on sizes that nothing was tuned on: schedules, against every candidate of a prepared folder, and segments.
 
 The folder is tuning/ARCH of the registry that a build goes to, as `kda-tl autotune --arch ARCH --prepare build/tuning/ARCH`
 makes it; the registry must hold what is dispatched (`kda-tl build --arch ARCH`).
@@ -7,12 +7,15 @@ makes it; the registry must hold what is dispatched (`kda-tl build --arch ARCH`)
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+import kda_tl
 from kda_tl.registry import default_root
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import RecurrentDecodeSpec
@@ -80,3 +83,31 @@ def test_the_choice_is_near_the_best(records: list[dict[str, Any]], spec: Kernel
     best = min(timed, key=timed.__getitem__)
     told = f"{chosen[0]['schedule']} takes {chosen[0]['time_ms']} ms, {best} {timed[best]}"
     assert chosen[0]["time_ms"] <= WITHIN * timed[best], told
+
+
+@pytest.mark.parametrize(("T", "HV"), [(8192, 1), (8192, 3), (8192, 6), (12288, 8), (16384, 2), (8192, 20), (3072, 4)])
+def test_the_cut_is_near_the_best(T: int, HV: int) -> None:
+    """How many segments the model chooses for a sequence, against 1, 2, 4, 8, 16 and 24, in CUDA graphs that take turns."""
+    q, k, v = (torch.randn(1, T, HV, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g = -torch.rand(1, T, HV, 128, device="cuda", dtype=torch.bfloat16)
+    beta = torch.rand(1, T, HV, device="cuda", dtype=torch.bfloat16)
+    times: dict[int | None, list[float]] = {segments: [] for segments in (None, 1, 2, 4, 8, 16, 24)}
+    graphs = {}
+    for segments in times:
+        call = partial(kda_tl.chunk_kda, q, k, v, g, beta, use_qk_l2norm_in_kernel=True, intracard_segments=segments)
+        with torch.no_grad():
+            call()
+            torch.cuda.synchronize()
+            graphs[segments] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[segments]):
+                call()
+    for _ in range(15):
+        for segments, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[segments].append(start.elapsed_time(end))
+    found = {segments: median(taken) for segments, taken in times.items()}
+    assert found[None] <= 1.06 * min(found.values()), found

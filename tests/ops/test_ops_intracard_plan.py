@@ -42,7 +42,7 @@ def unknown(chunks: int, N: int, HV: int = 4) -> Work:
 def test_few_heads_and_long_sequences_are_cut(HV: int) -> None:
     split = plan_split(dense(128, HV), H200)
     assert split.segments > 1 and split.segments * split.segment_chunks >= 128 > (split.segments - 1) * split.segment_chunks
-    assert "by the model" in split.reason and "instead of 205 us" in split.reason
+    assert "by the model" in split.reason and "instead of 197 us" in split.reason
 
 
 @pytest.mark.parametrize("work", [dense(128, 96), dense(128, 33), dense(64, 8, B=16), dense(4, 4), dense(1, 1), dense(2, 8)])
@@ -103,11 +103,11 @@ def test_the_number_of_scans() -> None:
 
 def test_the_class_of_the_cut_counts_not_that_of_the_whole() -> None:
     """Cut, 8 heads are 32 scans or more: a class with wide tiles for these makes the cut slower, so that fewer are made."""
-    narrow, wide = Tiling(None, 4, 1.5), Tiling(None, 1, 30.0)
+    narrow, wide = Tiling(None, 4, step_us=1.5), Tiling(None, 1, step_us=30.0)
     uncut = plan_split(dense(128, 8), Device(132, scan=(narrow._replace(up_to=8), wide)))
     assert uncut.segments == 1 < plan_split(dense(128, 8), Device(132, scan=(narrow,))).segments
     cut = plan_split(dense(128, 8), Device(132, scan=(wide._replace(up_to=8), narrow)))
-    assert cut.segments > 1 and "instead of 3840 us" in cut.reason
+    assert cut.segments > 1 and "instead of 3845 us" in cut.reason
 
 
 def test_a_plan_is_a_value() -> None:

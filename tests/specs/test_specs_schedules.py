@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_used_is_named_and_defaults_serve(write: Write, ca
     with pytest.raises(ScheduleFileError) as caught:
         read_schedule_file(path, "sm_90")
     assert str(path) in str(caught.value) and words in str(caught.value)
-    assert "restore it, delete it, or" in str(caught.value) and "kda-tl autotune" in str(caught.value)
+    assert "restore it, or delete it; then" in str(caught.value) and "kda-tl autotune" in str(caught.value)
     for _ in range(2):
         assert schedule_classes(SPEC, "sm_90") == (SizeClass(None, SCHEDULES["chunk_scan"](), "default"),)
     (warning,) = warnings(caplog)  # told once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,3 +169,11 @@ def test_an_arch_that_is_not_here(folder: Path) -> None:
     (folder / "plan.json").write_text(text.replace('"arch": "cpu"', '"arch": "sm_89"'))
     with pytest.raises(MeasureError, match="sm_89"):
         measure(folder)
+
+
+def test_an_artifact_that_is_not_there_is_no_crash(folder: Path) -> None:
+    lost = next(one.artifact for one in read_plan(folder).specs[0].candidates if one.artifact is not None)
+    shutil.rmtree(folder / "artifacts" / lost)
+    with pytest.raises(MeasureError, match=rf"lacks 1 of its plan's \d+ artifacts, {lost} for one: copy all .*--prepare"):
+        measure(folder)
+    assert not (folder / "timings.jsonl").exists()
