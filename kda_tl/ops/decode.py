@@ -6,8 +6,6 @@ gone before; a compiler, a mode or a subclass meets the op that is registered wi
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -20,11 +18,10 @@ from kda_tl.ops.decode_checks import DecodeArguments, check, check_options, refu
 from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan
-from kda_tl.ops.repeated import Candidate, Repeated
+from kda_tl.ops.repeated import Candidate, recognising
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import CHECK, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
-from kda_tl.runtime.ranges import annotate_op
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
 
@@ -47,32 +44,16 @@ known = _known.get
 
 
 def public(op: Op) -> Callable[[Callable[P, DecodeArguments]], Callable[P, Results]]:
-    """Registers `op`, and makes the public function out of one that has its signature and docstring, and returns its arguments.
-
-    That one stays reachable as `.arguments`, for `explain`.
-    """
+    """Registers `op`, and makes the public function out of one that makes its arguments: `recognising`."""
     _register(op)
 
     def decorate(arguments: Callable[P, DecodeArguments]) -> Callable[P, Results]:
-        repeated = Repeated(arguments)
+        made: Callable[..., DecodeArguments] = arguments
 
-        @functools.wraps(arguments)
-        def function(*args: P.args, **kwargs: P.kwargs) -> Results:
-            found: Any = None
-            if not torch.compiler.is_compiling():
-                found = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
-                if type(found) is tuple:
-                    return found
-            watch: Candidate | None = found
-            results = run(op, arguments(*args, **kwargs), watch)
-            if watch is not None:
-                watch.settle(results)
-            return results
+        def compute(args: tuple[Any, ...], kwargs: dict[str, Any], watch: Candidate | None) -> Results:
+            return run(op, made(*args, **kwargs), watch)
 
-        made: Any = function
-        made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-        made.op, made.arguments, made.repeated = op, arguments, repeated
-        return annotate_op(function, f"kda_tl::{op.name}")
+        return recognising(op, arguments, compute)
 
     return decorate
 

@@ -5,8 +5,6 @@ Library.define and impl, not custom_op, which costs 10 microseconds a call. What
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -24,8 +22,7 @@ from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
 from kda_tl.ops.prefill_decision import key_of, known, remember
-from kda_tl.ops.repeated import Candidate, Repeated
-from kda_tl.runtime.ranges import annotate_op
+from kda_tl.ops.repeated import Candidate, recognising
 
 __all__ = ["public", "register", "run"]
 
@@ -45,42 +42,24 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tensor, Tensor | None]]]:
-    """Registers `op`, and makes the public function out of one that has its signature and docstring, and returns `Arguments`.
-
-    That one stays reachable as `.arguments`, for `explain`.
-    """
+    """Registers `op`, and makes the public function out of one that makes its arguments: `recognising`."""
     register(op)
 
     def decorate(arguments: Callable[P, Arguments]) -> Callable[P, tuple[Tensor, Tensor | None]]:
         place = context_place(arguments)
-        repeated = Repeated(arguments)
+        made: Callable[..., Arguments] = arguments
 
-        @functools.wraps(arguments)
-        def function(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor | None]:
-            found: Any = None
-            if not torch.compiler.is_compiling():
-                found = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
-                if type(found) is tuple:
-                    return found
-            watch: Candidate | None = found
+        def compute(args: tuple[Any, ...], kwargs: dict[str, Any], watch: Candidate | None) -> Any:
             if place is None or not has_context(place, args, kwargs):
-                found = run(op, arguments(*args, **kwargs), watch)
-                if watch is not None:
-                    watch.settle(found)
-                return found
+                return run(op, made(*args, **kwargs), watch)
             with Turn.of(op.name, place, args, kwargs) as turn:
-                untyped: Any = arguments
-                a = untyped(*turn.args, **turn.kwargs)
+                a = made(*turn.args, **turn.kwargs)
                 check_options(op, a)
                 check_types(op, a)
                 refuse_gradients(op, a, "with cp_context has no backward")
-                found = run(op, receive(op, a, turn))
-            return found
+                return run(op, receive(op, a, turn))
 
-        made: Any = function
-        made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-        made.op, made.arguments, made.repeated = op, arguments, repeated
-        return annotate_op(function, f"kda_tl::{op.name}")
+        return recognising(op, arguments, compute)
 
     return decorate
 

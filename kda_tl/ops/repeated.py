@@ -11,6 +11,7 @@ these, or results or scratch, nothing else has to be done again; if not, every c
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kda_tl.ops.arguments import Arguments
+from kda_tl.ops.arguments import Arguments, Op
 from kda_tl.ops.checks import mark_written
 from kda_tl.ops.decode_checks import DecodeArguments
 from kda_tl.ops.known import Known
@@ -28,8 +29,9 @@ from kda_tl.runtime.counters import counts
 from kda_tl.runtime.dispatcher import assumed_arch
 from kda_tl.runtime.environment import CHECK, arch_setting, check_setting, registry_setting
 from kda_tl.runtime.fused import Watch, native
+from kda_tl.runtime.ranges import annotate_op
 
-__all__ = ["Candidate", "Repeated"]
+__all__ = ["Candidate", "Repeated", "recognising"]
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float))
 OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
@@ -205,6 +207,34 @@ class Repeated:
         table = Table(make, valued, flags)
         self._tables.put(key, table)
         return table
+
+
+def recognising(
+    op: Op, arguments: Callable[..., Any], compute: Callable[[tuple[Any, ...], dict[str, Any], Candidate | None], Any]
+) -> Callable[..., Any]:
+    """The public function of `op`: a call that comes again is made as it was, any other is what `compute` returns for it.
+
+    arguments: has its signature and docstring, and makes the op's arguments; stays reachable as `.arguments`, for `explain`.
+    compute: takes positional and keyword arguments, and what watches the call, if it is to be kept.
+    """
+    repeated = Repeated(arguments)
+
+    @functools.wraps(arguments)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        watch: Any = None
+        if not torch.compiler.is_compiling():
+            watch = repeated.call((len(args), *kwargs), (*args, *kwargs.values()))
+            if type(watch) is tuple:
+                return watch
+        results = compute(args, kwargs, watch)
+        if watch is not None:
+            watch.settle(results)
+        return results
+
+    made: Any = function
+    made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
+    made.op, made.arguments, made.repeated = op, arguments, repeated
+    return annotate_op(function, f"kda_tl::{op.name}")
 
 
 def _candidate(table: Table, number: int, values: tuple[Any, ...]) -> Candidate | None:
