@@ -21,7 +21,12 @@ from kda_tl.specs.candidates import Block, Candidate, objection, space
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 
 COLUMNS = 4  # of the state, per thread
-AHEAD = 16  # columns of M in flight
+AHEAD = 64  # elements of M that a thread multiplies while as many are on their way
+
+
+def columns_ahead(K: int, rows: int) -> int:
+    """Of M, at a time, for a thread with so many rows."""
+    return min(AHEAD // rows, K // 2)
 
 
 def candidates(spec: IntracardMergeSpec, arch: str) -> list[Candidate]:
@@ -34,7 +39,7 @@ def candidates(spec: IntracardMergeSpec, arch: str) -> list[Candidate]:
         rows, rest = divmod(K * schedule.block_v // COLUMNS, schedule.threads)
         if rows not in (1, 2, 4, 8) or rest:
             return f"divisibility: {K} rows over {schedule.threads} threads are {rows} for one, not 1, 2, 4 or 8"
-        held = rows * COLUMNS + (2 * AHEAD * rows if spec.delta else 0)
+        held = rows * COLUMNS + (2 * columns_ahead(K, rows) * rows if spec.delta else 0)
         return objection(Block(schedule.threads, 2 * K * schedule.block_v * 4 if spec.delta else 0, held + 40), arch)
 
     is_cpu = arch_row(arch).is_cpu
@@ -56,6 +61,7 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
     block_v, threads = schedule.block_v, schedule.threads
     tiles_v, lanes_v = V // block_v, block_v // COLUMNS
     rows = K * lanes_v // threads
+    ahead = columns_ahead(K, rows)
     cut_seqs, cuts, state_seqs, state_cuts, HV, num_offsets, initials, num_indices, num_masks = T.dynamic(
         "cut_seqs, cuts, state_seqs, state_cuts, HV, num_offsets, initials, num_indices, num_masks"
     )
@@ -90,7 +96,7 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
             if state_slot >= 0:
                 held = t.shared((2, K, block_v), "float32")
                 total = registers(t, threads, (rows, COLUMNS), "float32")
-                column = registers(t, threads, (2, AHEAD, rows), "float32")
+                column = registers(t, threads, (2, ahead, rows), "float32")
                 state_row = registers(t, threads, (COLUMNS,), "float32")
                 starts = T.alloc_var("int32", init=0)
 
@@ -124,14 +130,14 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
                                     total[own(t, thread, r, e)] = biases[
                                         sequence, segment, value_head, row + r, where[0] * block_v + lane + e
                                     ]
-                            load_columns(t, transitions, column, 0, thread, 0, sequence, segment, value_head, row, rows)
-                            for step in T.serial(K // (2 * AHEAD)):
+                            load_columns(t, transitions, column, 0, thread, 0, sequence, segment, value_head, row, rows, ahead)
+                            for step in T.serial(K // (2 * ahead)):
                                 for half in list(range(2)):
-                                    c = (step * 2 + half) * AHEAD
-                                    if c + AHEAD < K:
-                                        load_columns(t, transitions, column, 1 - half, thread, c + AHEAD, sequence, segment,
-                                                     value_head, row, rows)  # fmt: skip
-                                    for m in unrolled(t, AHEAD):
+                                    c = (step * 2 + half) * ahead
+                                    if c + ahead < K:
+                                        load_columns(t, transitions, column, 1 - half, thread, c + ahead, sequence, segment,
+                                                     value_head, row, rows, ahead)  # fmt: skip
+                                    for m in unrolled(t, ahead):
                                         for e in vectorized(t, COLUMNS):
                                             state_row[own(t, thread, e)] = held[segment % 2, c + m, lane + e]
                                         for r in unrolled(t, rows):
@@ -168,8 +174,8 @@ def program(spec: IntracardMergeSpec, schedule: IntracardMergeSchedule, arch: st
 
 
 @T.macro
-def load_columns(t, transitions, column, into, thread, first, sequence, segment, value_head, row, rows):
-    """The thread's rows of AHEAD columns of M."""
-    for m in unrolled(t, AHEAD):
+def load_columns(t, transitions, column, into, thread, first, sequence, segment, value_head, row, rows, ahead):
+    """The thread's rows of `ahead` columns of M."""
+    for m in unrolled(t, ahead):
         for r in vectorized(t, rows):
             column[own(t, thread, into, m, r)] = transitions[sequence, segment, value_head, first + m, row + r]
