@@ -16,17 +16,17 @@ from kda_tl.kernels.tiles.scaling import range_scale
 
 @T.macro
 def scale_operands(t, state, residual, state_operand, peaks, down: T.Ref):
-    """Scales S and v (in `residual`) by `down`, a power of two that float16 operands choose by the peak of both; else it stays.
+    """Scales S and v (in `residual`) by `down`: the power of two that fits the peak of both where operands are float16, else 1.
 
-    peaks: shared memory, a value for each warp.
+    down: 1 before the first chunk. peaks: shared memory, a value for each warp.
     """
     if state_operand.dtype == "float16":
         peak = T.alloc_var("float32", init=0.0)
         peak = 0.0
         for i, j in t.parallel(*residual.shape):
-            peak = T.max(peak, magnitude(t, residual[i, j]))
+            peak = T.max(peak, t.magnitude(residual[i, j]))
         for d, j in t.parallel(*state.shape):
-            peak = T.max(peak, magnitude(t, state[d, j]))
+            peak = T.max(peak, t.magnitude(state[d, j]))
         if not t.is_cpu:
             peak = T.warp_reduce_max(peak)
             if T.get_thread_binding() % 32 == 0:
@@ -75,8 +75,3 @@ def pass_state(t, k_to_end, chunk_decay, slot, value_head, gated, u_operand, sta
     product(t, gated, u_operand, state, K, columns, C, transpose_A=True)
     for d, j in t.parallel(K, columns):
         state[d, j] = state[d, j] / down
-
-
-def magnitude(t, x):
-    """|x|, for which the C target has no instruction."""
-    return T.max(x, -x) if t.is_cpu else T.abs(x)
