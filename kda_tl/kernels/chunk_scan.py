@@ -39,7 +39,7 @@ import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_segment
 from kda_tl.kernels.tiles.products import product
-from kda_tl.kernels.tiles.scaling import range_scale
+from kda_tl.kernels.tiles.state_passing import pass_state, scale_operands, store_u
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.candidates import Block, Candidate, objection, space
@@ -117,8 +117,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     C, K, V, dtype, state_dtype, operand_dtype = (
         spec.chunk_size, spec.head_dim_k, spec.head_dim_v, spec.dtype, spec.state_dtype, spec.operand_dtype,
     )  # fmt: skip
-    narrow, delta = operand_dtype == "float16", spec.delta
-    block_v, threads = schedule.block_v, schedule.threads
+    delta, block_v, threads = spec.delta, schedule.block_v, schedule.threads
     tiles_v = V // block_v
     B, seq_len, HV, N, slots, num_offsets = T.dynamic("B, seq_len, HV, N, slots, num_offsets")
     initials, finals, num_indices, num_masks, cut_seqs, cuts, state_slots, a, b = T.dynamic(
@@ -198,39 +197,9 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                             states[slot, value_head, d, first_v + j] = state[d, j]
                     for i, j in t.parallel(C, block_v):
                         residual[i, j] = T.if_then_else(i < rows, v[batch, start + i, value_head, first_v + j], 0.0)
-                    if narrow:
-                        peak = T.alloc_var("float32", init=0.0)
-                        peak = 0.0
-                        for i, j in t.parallel(C, block_v):
-                            peak = T.max(peak, magnitude(t, residual[i, j]))
-                        for d, j in t.parallel(K, block_v):
-                            peak = T.max(peak, magnitude(t, state[d, j]))
-                        if not t.is_cpu:
-                            peak = T.warp_reduce_max(peak)
-                            if T.get_thread_binding() % 32 == 0:
-                                peaks[T.get_thread_binding() // 32] = peak
-                            T.sync_threads()
-                            for w in list(range(threads // 32)):
-                                peak = T.max(peak, peaks[w])
-                        down = range_scale(peak)
-                    for d, j in t.parallel(K, block_v):
-                        state[d, j] = state[d, j] * down
-                        state_operand[d, j] = state[d, j]
-                    for i, j in t.parallel(C, block_v):
-                        residual[i, j] = residual[i, j] * down
-                    if delta:
-                        T.clear(out)
-                        for i, j in t.parallel(C, K):
-                            gated[i, j] = k_decayed[slot, value_head, i, j]
-                        for i, j in t.parallel(C, C):
-                            block_tile[i, j] = A_inv[slot, value_head, i, j]
-                        product(t, gated, state_operand, out, C, block_v, K)
-                        for i, j in t.parallel(C, block_v):
-                            u_operand[i, j] = residual[i, j] - out[i, j]
-                        T.clear(residual)
-                        product(t, block_tile, u_operand, residual, C, block_v, C)
-                    for i, j in t.parallel(C, block_v):
-                        u_operand[i, j] = residual[i, j]
+                    scale_operands(t, state, residual, state_operand, peaks, down)
+                    store_u(t, k_decayed, A_inv, slot, value_head, state_operand, residual, out, gated, block_tile, u_operand,
+                            delta)  # fmt: skip
                     for i, j in t.parallel(C, K):
                         gated[i, j] = q_decayed[slot, value_head, i, j]
                     for i, j in t.parallel(C, C):
@@ -241,13 +210,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     for i, j in t.parallel(C, block_v):
                         if i < rows:
                             o[batch, start + i, value_head, first_v + j] = out[i, j] * (scale / down)
-                    for i, j in t.parallel(C, K):
-                        gated[i, j] = k_to_end[slot, value_head, i, j]
-                    for d, j in t.parallel(K, block_v):
-                        state[d, j] = state[d, j] * chunk_decay[slot, value_head, d]
-                    product(t, gated, u_operand, state, K, block_v, C, transpose_A=True)
-                    for d, j in t.parallel(K, block_v):
-                        state[d, j] = state[d, j] / down
+                    pass_state(t, k_to_end, chunk_decay, slot, value_head, gated, u_operand, state, down)
                 if store_final_state != 0 and ends != 0:
                     for d, j in t.parallel(K, block_v):
                         final_state[state_slot, value_head, d, first_v + j] = state[d, j]
@@ -258,8 +221,3 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                             o[batch, first + chunk * C + i, value_head, first_v + j] = 0.0
 
     return chunk_scan
-
-
-def magnitude(t: TileTarget, x: Any) -> Any:
-    """|x|, for which the C target has no instruction."""
-    return T.max(x, -x) if t.is_cpu else T.abs(x)

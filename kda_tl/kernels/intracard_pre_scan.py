@@ -16,8 +16,7 @@ from typing import Any
 import tilelang.language as T
 
 from kda_tl.kernels.tiles.chunks import locate_segment
-from kda_tl.kernels.tiles.products import product
-from kda_tl.kernels.tiles.scaling import range_scale
+from kda_tl.kernels.tiles.state_passing import pass_state, scale_operands, store_u
 from kda_tl.kernels.tiles.target import TileTarget, run_time_strides
 from kda_tl.specs.archs import arch as arch_row
 from kda_tl.specs.candidates import Block, Candidate, objection, space
@@ -73,8 +72,7 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
     C, K, V, dtype, operand_dtype = (
         spec.chunk_size, spec.head_dim_k, spec.head_dim_v, spec.dtype, spec.operand_dtype,
     )  # fmt: skip
-    narrow, delta = operand_dtype == "float16", spec.delta
-    block_columns, threads = schedule.block, schedule.threads
+    delta, block_columns, threads = spec.delta, schedule.block, schedule.threads
     tiles_k = K // block_columns if delta else 0
     tiles = tiles_k + V // block_columns
     B, seq_len, HV, slots, num_offsets, cut_seqs, cuts, a, b = T.dynamic(
@@ -135,46 +133,10 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
                     if of_bias != 0:
                         for i, j in t.parallel(C, block_columns):
                             residual[i, j] = T.if_then_else(i < rows, v[batch, start + i, value_head, first_column + j], 0.0)
-                    if narrow:
-                        peak = T.alloc_var("float32", init=0.0)
-                        peak = 0.0
-                        for i, j in t.parallel(C, block_columns):
-                            peak = T.max(peak, magnitude(t, residual[i, j]))
-                        for d, j in t.parallel(K, block_columns):
-                            peak = T.max(peak, magnitude(t, state[d, j]))
-                        if not t.is_cpu:
-                            peak = T.warp_reduce_max(peak)
-                            if T.get_thread_binding() % 32 == 0:
-                                peaks[T.get_thread_binding() // 32] = peak
-                            T.sync_threads()
-                            for w in list(range(threads // 32)):
-                                peak = T.max(peak, peaks[w])
-                        down = range_scale(peak)
-                    for d, j in t.parallel(K, block_columns):
-                        state[d, j] = state[d, j] * down
-                        state_operand[d, j] = state[d, j]
-                    for i, j in t.parallel(C, block_columns):
-                        residual[i, j] = residual[i, j] * down
-                    if delta:
-                        T.clear(out)
-                        for i, j in t.parallel(C, K):
-                            gated[i, j] = k_decayed[slot, value_head, i, j]
-                        for i, j in t.parallel(C, C):
-                            block_tile[i, j] = A_inv[slot, value_head, i, j]
-                        product(t, gated, state_operand, out, C, block_columns, K)
-                        for i, j in t.parallel(C, block_columns):
-                            u_operand[i, j] = residual[i, j] - out[i, j]
-                        T.clear(residual)
-                        product(t, block_tile, u_operand, residual, C, block_columns, C)
-                    for i, j in t.parallel(C, block_columns):
-                        u_operand[i, j] = residual[i, j]
-                    for i, j in t.parallel(C, K):
-                        gated[i, j] = k_to_end[slot, value_head, i, j]
-                    for d, j in t.parallel(K, block_columns):
-                        state[d, j] = state[d, j] * chunk_decay[slot, value_head, d]
-                    product(t, gated, u_operand, state, K, block_columns, C, transpose_A=True)
-                    for d, j in t.parallel(K, block_columns):
-                        state[d, j] = state[d, j] / down
+                    scale_operands(t, state, residual, state_operand, peaks, down)
+                    store_u(t, k_decayed, A_inv, slot, value_head, state_operand, residual, out, gated, block_tile, u_operand,
+                            delta)  # fmt: skip
+                    pass_state(t, k_to_end, chunk_decay, slot, value_head, gated, u_operand, state, down)
                     if not delta:
                         for d in t.parallel(K):
                             whole_decay[d] = whole_decay[d] * chunk_decay[slot, value_head, d]
@@ -190,8 +152,3 @@ def program(spec: IntracardPreScanSpec, schedule: IntracardPreScanSchedule, arch
                         transitions[sequence, segment, value_head, 0, d] = whole_decay[d]
 
     return intracard_pre_scan
-
-
-def magnitude(t: TileTarget, x: Any) -> Any:
-    """|x|: the C target knows no fabs."""
-    return T.max(x, -x) if t.is_cpu else T.abs(x)

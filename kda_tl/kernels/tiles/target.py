@@ -73,6 +73,10 @@ class TileTarget:
         """1 / x in float32, for x >= 1: on a GPU the hardware's own, which TileLang has no word for; 0 at infinity."""
         return T.float32(1.0) / x if self.is_cpu else T.call_extern("float32", "__fdividef", T.float32(1.0), x)
 
+    def magnitude(self, x: Any) -> Any:
+        """|x|: the C target knows no fabs."""
+        return T.max(x, -x) if self.is_cpu else T.abs(x)
+
 
 def run_time_strides(name: str, axes: str) -> tuple[Any, ...]:
     """A stride per letter of `axes`, 64 bits wide: an offset within one batch row or one pool of states may pass 2^31."""
