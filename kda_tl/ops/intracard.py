@@ -40,6 +40,7 @@ PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in tu
 MERGE_US = {8: (2.7, 2.1), 16: (2.7, 2.85), 32: (2.7, 5.0), 64: (2.7, 9.0)}
 PLAIN_US = (6.0, 8.0)
 EXTRA_LAUNCHES_US = 3.0  # the gaps that two more kernels leave
+POOL_US = 60.0  # assumed, of a pool whose slots chunk_scan could have read and written: thirty small launches by torch
 WORTH_WHILE = 0.95  # a cut must bring the time after chunk_wy down to this part of it
 MAX_SEGMENTS = 64
 MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
@@ -76,7 +77,8 @@ def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> 
 @dataclass(frozen=True)
 class Work:
     """chunks: of every sequence, where the host knows them; else None, and `longest` and `total` are upper bounds.
-    A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head."""
+    A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head.
+    pooled: states are in a pool that chunk_scan has no use for where sequences are cut."""
 
     N: int
     HV: int
@@ -85,6 +87,7 @@ class Work:
     chunks: tuple[int, ...] | None = None
     dense: bool = True
     segment_bytes: int = 3 * 4 * 128 * 128
+    pooled: bool = False
 
     def segments(self, segment_chunks: int) -> int:
         """Of all sequences together."""
@@ -194,7 +197,7 @@ def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     tiling = _class_of(device.merge, "intracard_merge", work.N, HV)
     maps = -(-work.longest // segment_chunks) - 1
     merge = tiling.start_us + maps * tiling.step_us * _waves(merged * HV * tiling.tiles, device)
-    return scan + pre_scan + merge + EXTRA_LAUNCHES_US
+    return scan + pre_scan + merge + EXTRA_LAUNCHES_US + (POOL_US if work.pooled else 0.0)
 
 
 def _waves(blocks: int, device: Device) -> int:
