@@ -2,11 +2,13 @@
 
     python tools/bench_registries.py BEFORE AFTER [--within 1.02] [--only prefill] [--out FILE]
 
-BEFORE and AFTER are registries as `kda-tl build --registry` or `kda-tl autotune --apply` leave them. Each has a process of its
-own, and for every case the two take turns: one captures the call in a CUDA graph and checks it (prefill and recurrent decode
-against the float64 recurrence, as their own benchmarks do), then rounds of replays alternate, so that drift hits both alike.
-Prints medians over rounds and their ratio. A case that is over --within is timed once more, since one of a hundred is so by
-chance; what is over it twice is named at the end, and the exit status is 1.
+BEFORE and AFTER are registries as `kda-tl build --registry` or `kda-tl autotune --apply` leave them; a kernel that one of them
+lacks ends the run, since it would come from elsewhere on the search path. Each has a process of its own, and for every case the
+two take turns: both check the call against the float64 recurrence, as its own benchmark does, and capture it in a CUDA graph;
+then rounds of replays alternate, so that drift hits both alike. Prints medians over rounds and their ratio. A case that is over
+--within is timed once more, since one of a hundred is so by chance; what is over it twice is named at the end.
+
+Exits 1 where a case is slower, 2 where not all of them could be timed; --out has the others.
 """
 
 from __future__ import annotations
@@ -87,13 +89,15 @@ def serve(pipe: Connection, registry: str) -> None:
     import torch
     from timing import time_ms
 
+    from kda_tl.runtime import loader
+
     replay: Callable[[], None] = lambda: None  # noqa: E731
     calls = 1
     with torch.no_grad():
         while True:
             try:
                 message = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 return
             if message is None:
                 pipe.send(time_ms(replay, REPLAYS) / calls)
@@ -102,6 +106,8 @@ def serve(pipe: Connection, registry: str) -> None:
             torch.cuda.empty_cache()
             replay, calls = prepared(message)
             torch.cuda.synchronize()
+            if foreign := [path for path in loader._loaded if not Path(path).is_relative_to(registry)]:
+                raise SystemExit(f"{title(message)}: {registry} lacks a kernel, {foreign[0]} ran: not timed")
             pipe.send("ready")
 
 
@@ -125,7 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     for registry in (options.before, options.after):
         if not (registry / "manifest").is_dir():
-            parser.error(f"{registry} is no registry: kda-tl build --registry {registry}")
+            parser.error(f"{registry} is no registry: kda-tl build --arch ARCH --registry {registry}")
     context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
     pipes = []
     for registry in (options.before, options.after):
@@ -146,10 +152,11 @@ def main() -> None:
                 before, after = timed(pipes)
             rows.append({"case": title(case), "before_ms": before, "after_ms": after})
             print(f"{title(case):46s} {before:8.4f}  {after:8.4f}  {after / before:12.3f}", flush=True)
-    except EOFError:
-        raise SystemExit("a process ended; what it printed says why") from None
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1))
+            if options.out is not None:  # after every row: a run that is cut short leaves what it has
+                options.out.write_text(json.dumps(rows, indent=1))
+    except (EOFError, ConnectionError):
+        print("a process ended; what it printed says why", file=sys.stderr)
+        raise SystemExit(2) from None
     slower = [row["case"] for row in rows if row["after_ms"] > options.within * row["before_ms"]]
     print(f"{len(rows)} cases, {len(slower)} slower by more than {options.within:g}" + "".join(f"\n  {one}" for one in slower))
     raise SystemExit(1 if slower else 0)

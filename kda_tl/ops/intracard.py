@@ -31,14 +31,16 @@ __all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessor
 
 # The model, in microseconds. A block takes so long to start and end, and then for every chunk it walks, or map it applies. The
 # warp-specialized scans and the merge were timed on one NVIDIA H200, as {tile: (start, step)}: of 160 cuts, 1,024 to 32,768
-# tokens and 1 to 32 heads, those near the fastest come out within 8 % (in packs of unlike lengths 15 %), and the cut that is
-# chosen was within 6 % of the fastest each time. The rest is assumed.
+# tokens and 1 to 32 heads, those at most a third slower than the fastest come out within 8 % (in packs of unlike lengths 16 %),
+# and the cut that is chosen was within 6 % of the fastest each time. The rest is assumed: plain variants, a merge's tile of 64,
+# and that K = V = 64 and rules without the delta correction take as long.
 SCAN_US = {16: (4.5, 0.95), 32: (6.5, 1.15), 64: (7.0, 1.75), 128: (12.0, 3.0)}
 PRE_SCAN_US = (6.0, 1.2)
 PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in turn
 MERGE_US = {8: (2.7, 1.85), 16: (2.7, 2.85), 32: (2.7, 5.0), 64: (2.7, 9.0)}
 PLAIN_US = (6.0, 8.0)
 EXTRA_LAUNCHES_US = 3.0  # the gaps that two more kernels leave
+POOL_US = 60.0  # assumed, of a pool whose slots chunk_scan could have read and written: thirty small launches by torch
 WORTH_WHILE = 0.95  # a cut must bring the time after chunk_wy down to this part of it
 MAX_SEGMENTS = 64
 MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
@@ -75,7 +77,8 @@ def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> 
 @dataclass(frozen=True)
 class Work:
     """chunks: of every sequence, where the host knows them; else None, and `longest` and `total` are upper bounds.
-    A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head."""
+    A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head.
+    pooled: states are in a pool that chunk_scan has no use for where sequences are cut."""
 
     N: int
     HV: int
@@ -84,6 +87,7 @@ class Work:
     chunks: tuple[int, ...] | None = None
     dense: bool = True
     segment_bytes: int = 3 * 4 * 128 * 128
+    pooled: bool = False
 
     def segments(self, segment_chunks: int) -> int:
         """Of all sequences together."""
@@ -155,11 +159,11 @@ def _planned(work: Work, device: Device) -> SplitInfo:
         return SplitInfo(1, work.longest, reason)
     whole = _microseconds(work, device, work.longest)
     best, time = work.longest, whole
-    for count in range(2, min(work.longest, MAX_SEGMENTS) + 1):
-        segment_chunks = -(-work.longest // count)
+    # Counts that come to the same segments are tried once.
+    for segment_chunks in dict.fromkeys(-(-work.longest // count) for count in range(2, min(work.longest, MAX_SEGMENTS) + 1)):
         if work.N * -(-work.longest // segment_chunks) * work.HV * work.segment_bytes > MAX_BYTES:
             break
-        if segment_chunks < best and (found := _microseconds(work, device, segment_chunks)) < time:
+        if (found := _microseconds(work, device, segment_chunks)) < time:
             best, time = segment_chunks, found
     if time > WORTH_WHILE * whole:
         reason = f"{blocks} blocks on {device.multiprocessors} multiprocessors, by the model {whole:.0f} us"
@@ -178,30 +182,26 @@ def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     """Of the scan, and of what cutting costs, by the model. One block of a scan runs on a multiprocessor at a time."""
     segments, HV, scans = work.segments(segment_chunks), work.HV, work.scans(segment_chunks)
     tiling = _class_of(device.scan, "chunk_scan", scans, HV)
-    scan = tiling.start_us + _steps(work, segments * HV * tiling.tiles, segment_chunks, device) * tiling.step_us
+    blocks = segments * HV * tiling.tiles
+    # In waves where blocks are alike; else a long one may come last.
+    packed = blocks * work.total / max(segments, 1) / device.multiprocessors + segment_chunks
+    scan = tiling.start_us + min(_waves(blocks, device) * segment_chunks, packed) * tiling.step_us
     if segment_chunks >= work.longest:
         return scan
     alike = work.chunks is None or work.dense
     mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
     merged = work.N if alike else sum(n > segment_chunks for n in work.chunks or ())
     tiling = _class_of(device.pre_scan, "intracard_pre_scan", scans, HV)
-    blocks = mapped * HV * tiling.tiles
-    pre_scan = tiling.start_us + (_waves(blocks, device) - 1) * PRE_SCAN_WAVE_US
-    pre_scan += _steps(work, blocks, segment_chunks, device) * tiling.step_us
+    waves = _waves(mapped * HV * tiling.tiles, device)  # only the last segment of a sequence is shorter, and has no map
+    pre_scan = tiling.start_us + (waves - 1) * PRE_SCAN_WAVE_US + waves * segment_chunks * tiling.step_us
     tiling = _class_of(device.merge, "intracard_merge", work.N, HV)
     maps = -(-work.longest // segment_chunks) - 1
     merge = tiling.start_us + maps * tiling.step_us * _waves(merged * HV * tiling.tiles, device)
-    return scan + pre_scan + merge + EXTRA_LAUNCHES_US
+    return scan + pre_scan + merge + EXTRA_LAUNCHES_US + (POOL_US if work.pooled else 0.0)
 
 
 def _waves(blocks: int, device: Device) -> int:
     return -(-blocks // device.multiprocessors)
-
-
-def _steps(work: Work, blocks: int, segment_chunks: int, device: Device) -> float:
-    """Chunks that the busiest multiprocessor walks: in waves where blocks are alike, else a long block may come last."""
-    mean = work.total / max(work.segments(segment_chunks), 1)
-    return min(_waves(blocks, device) * segment_chunks, blocks * mean / device.multiprocessors + segment_chunks)
 
 
 def device_of(scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int) -> Device:

@@ -99,8 +99,10 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
     Raises:
         ValueError: intracard_segments asks for more than 1 where no kernels for that ship.
     """
-    split = _split(problem, a)
-    pooled = a is not None and _takes_pool(problem, a, split)
+    pooled = a is not None and _takes_pool(problem, a)
+    split = _split(problem, a, pooled)
+    # Not where sequences are cut: the block that ends one could overwrite a slot before the block that begins it has read it.
+    pooled = pooled and split.segments == 1
     state_dtype = torch.float32
     if pooled and a is not None and a.initial_state is not None:
         state_dtype = a.initial_state.dtype
@@ -191,8 +193,8 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
     return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
 
 
-def _split(problem: Problem, a: Arguments | None) -> SplitInfo:
-    """How the sequences of a call are cut: `kda_tl.ops.intracard`."""
+def _split(problem: Problem, a: Arguments | None, pooled: bool) -> SplitInfo:
+    """How the sequences of a call are cut: `kda_tl.ops.intracard`. pooled: as `_takes_pool` says."""
     if not problem.arch:  # fake tensors: nothing will be launched
         return SplitInfo(1, 1, "there is no device")
     forced = None if a is None or a.intracard_segments is None else int(a.intracard_segments)
@@ -212,14 +214,14 @@ def _split(problem: Problem, a: Arguments | None) -> SplitInfo:
                 raise ValueError(f"intracard_segments must be None or 1 here, there are {missing}, got {forced}")
             return SplitInfo(1, whole, f"there are {missing}")
     if not problem.packed:
-        work = Work(problem.N, problem.HV, whole, whole * problem.N, (whole,))
+        work = Work(problem.N, problem.HV, whole, whole * problem.N, (whole,), pooled=pooled)
     else:
         offsets = None if a is None or a.cu_seqlens is None else host_offsets(a.cu_seqlens, a.cu_seqlens_cpu)
         if offsets is None:
-            work = Work(problem.N, problem.HV, whole, problem.slots, None, dense=False)
+            work = Work(problem.N, problem.HV, whole, problem.slots, None, dense=False, pooled=pooled)
         else:
             chunks = tuple(-(-(last - first) // CHUNK_SIZE) for first, last in itertools.pairwise(offsets))
-            work = Work(problem.N, problem.HV, max(chunks), sum(chunks), chunks, dense=False)
+            work = Work(problem.N, problem.HV, max(chunks), sum(chunks), chunks, dense=False, pooled=pooled)
     scan = scans[0]
     count = multiprocessors(torch.device("cpu") if a is None else a.q.device, problem.arch)
     return plan_split(work, device_of(scan.spec, scan.pre_scan, scan.merge, problem.arch, count), forced)
@@ -231,17 +233,12 @@ def _sizes(problem: Problem, split: SplitInfo) -> Sizes:
     return Sizes(**{kernel: problem_size(kernel, count, problem.HV) for kernel, count in counts.items()})
 
 
-def _takes_pool(problem: Problem, a: Arguments, split: SplitInfo) -> bool:
-    """Whether chunk_scan reads and writes the slots of the caller's pool.
-
-    Not where sequences are cut: the block that ends one could overwrite a slot before the block that begins it has read it.
-    """
+def _takes_pool(problem: Problem, a: Arguments) -> bool:
+    """Whether chunk_scan can read and write the slots of the caller's pool."""
     pool = a.initial_state
     if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
         return False
-    if problem.K != 128 or problem.V != 128 or _name(pool.dtype) not in POOL_DTYPES[_name(problem.kernel_dtype)]:
-        return False
-    return split.segments == 1
+    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
 
 
 def as_they_are(tensor: Tensor) -> bool:

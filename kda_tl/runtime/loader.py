@@ -17,10 +17,11 @@ from typing import Any
 
 import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
 
-from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
+from kda_tl.registry import ARTIFACT_FORMAT, DamagedArtifact, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
+from kda_tl.specs.archs import arch as arch_row
 
-__all__ = ["KernelFunction", "load", "load_artifact"]
+__all__ = ["KernelFunction", "has_support", "is_whole", "load", "load_artifact"]
 
 KernelFunction = Callable[..., Any]
 
@@ -65,6 +66,33 @@ def load_artifact(root: Path, id: str, arch: str, spec_key: str) -> KernelFuncti
     """As `load`, by its id in the registry folder `root`: of an artifact that no manifest need name."""
     registry = Registry(root)
     return load(registry, registry.root / "artifacts" / id, arch, spec_key)
+
+
+def is_whole(root: Path, id: str) -> bool:
+    """Whether `load_artifact` finds that artifact as it was built. A damaged one is moved to quarantine.
+
+    Raises:
+        RegistryError: it cannot be read.
+    """
+    registry = Registry(root)
+    return _verifies(registry, registry.root / "artifacts" / id)
+
+
+def has_support(root: Path, arch: str) -> bool:
+    """Whether the registry folder `root` has whole support libraries for `arch`, or needs none. Raises as `is_whole`."""
+    if arch_row(arch).is_cpu:
+        return True
+    registry = Registry(root)
+    folder = registry.support_dir(arch)
+    return folder is not None and _verifies(registry, folder)
+
+
+def _verifies(registry: Registry, path: Path) -> bool:
+    try:
+        registry.verify(path)
+    except DamagedArtifact:
+        return False
+    return True
 
 
 def _load_tvm_ffi(library: Path, entry: str) -> KernelFunction:

@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl import __version__
-from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, serve
+from kda_tl.runtime.loader import has_support, is_whole
+from kda_tl.specs.kernels import spec_of_key
+from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, serve
+from kda_tl.tuning.measure_device import why_not
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
 from kda_tl.tuning.timings import read_timings
 
@@ -114,13 +117,16 @@ def measure(
 
     Raises:
         PlanError: the folder has no plan.
-        MeasureError: artifacts of the plan are not in the folder, this machine has no device of the plan's arch, or the child
-            process does not start.
+        MeasureError: this machine has no device of the plan's arch; artifacts of the plan, or what they load with, are not in
+            the folder as they were built; the child process does not start, or can load nothing.
+        RegistryError: the folder cannot be read.
     """
     began = time.monotonic()
     plan = read_plan(folder)
     if only is not None:
         plan = replace(plan, specs=tuple(one for one in plan.specs if any(key in only for key in (one.spec, *one.inherits))))
+    if (reason := why_not(plan.arch)) is not None:
+        raise MeasureError(reason)
     _find_artifacts(folder, plan)
     path = folder / TIMINGS
     if resume and path.exists():
@@ -162,15 +168,19 @@ def measure(
 
 
 def _find_artifacts(folder: Path, plan: Plan) -> None:
-    """Before anything is timed: a candidate that is not there has not crashed, and must not be kept as one that has."""
-    needed = {one.artifact for spec in plan.specs for one in spec.candidates if one.artifact is not None}
-    missing = sorted(id for id in needed if not (folder / "artifacts" / id).is_dir())
+    """Before anything is timed: a candidate that is not there as it was built has not crashed, and must not be kept as one
+    that has."""
+    kernels = {one.artifact: spec_of_key(spec.spec).kernel for spec in plan.specs for one in spec.candidates if one.artifact}
+    missing = [id for id in sorted(kernels) if not is_whole(folder, id)]
     if missing:
-        again = f"kda-tl autotune --arch {plan.arch} --prepare {shlex.quote(str(folder))}"
+        options = " ".join(f"--kernel {kernel}" for kernel in sorted({kernels[id] for id in missing}))
+        again = f"kda-tl autotune --arch {plan.arch} --prepare {shlex.quote(str(folder))} {options}"
         raise MeasureError(
-            f"{folder} lacks {len(missing)} of its plan's {len(needed)} artifacts, {missing[0]} for one: copy all of the "
-            f"folder, or compile what is not there with `{again}`"
+            f"{folder} lacks {len(missing)} of the {len(kernels)} artifacts to be timed, {missing[0]} for one (damaged ones go "
+            f"to quarantine/): copy all of the folder, or compile what is not there with `{again}`"
         )
+    if kernels and not has_support(folder, plan.arch):
+        raise MeasureError(f"{folder} lacks the support libraries that its artifacts load with: copy all of the folder")
 
 
 def _move_aside(path: Path) -> None:
@@ -224,6 +234,8 @@ def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
             elif isinstance(message, Found):
                 left.remove(message.number)
                 yield message
+            elif isinstance(message, NotLoaded):
+                raise MeasureError(f"candidates cannot be loaded here: {message.reason}")
             elif isinstance(message, _Ended):
                 lost = [at.number] if at.number is not None else list(left)
                 for number in [number for number in lost if number in left]:
@@ -256,11 +268,6 @@ class _Child:
 
     def start(self) -> Hello:
         """Raises MeasureError where the process does not come up."""
-        from kda_tl.tuning.measure_device import why_not
-
-        reason = why_not(self.arch)
-        if reason is not None:
-            raise MeasureError(reason)
         context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, str(self.folder), self.arch), daemon=True)
@@ -284,7 +291,7 @@ class _Child:
             self.pipe.close()
         self.process, self.pipe = None, None
 
-    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | _Ended]:
+    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | NotLoaded | _Ended]:
         """Until the job is done, or the process gone."""
         if self.process is None:
             self.start()
@@ -294,7 +301,7 @@ class _Child:
         for message in self.messages(patience_s):
             if isinstance(message, Done):
                 return
-            if isinstance(message, At | Found | _Ended):
+            if isinstance(message, At | Found | NotLoaded | _Ended):
                 yield message
 
     def messages(self, patience_s: float) -> Iterator[Any]:

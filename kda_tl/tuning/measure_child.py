@@ -2,6 +2,7 @@
 
 The parent sends one `Job` after another. The child answers with `At` before it touches a candidate, `Found` for each candidate
 that is finished, and `Done` when none is left. After an exception nothing on the device can be trusted, so the process ends.
+Where it was no candidate's fault, it says `NotLoaded` first.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 
 from kda_tl.runtime.driver import driver_version
+from kda_tl.runtime.errors import KdaTlError
 from kda_tl.runtime.loader import KernelFunction, load_artifact
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.problems import check_case, full_case
 from kda_tl.tuning.problems_case import Case
 
-__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "serve"]
+__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "NotLoaded", "serve"]
 
 ROUNDS = 12
 FIRST_ROUNDS = 3
@@ -74,6 +76,13 @@ class Found:
     time_ms: float | None = None
     error: float | None = None
     reason: str | None = None
+
+
+@dataclass(frozen=True)
+class NotLoaded:
+    """Of this folder, or in this environment, candidates cannot be loaded."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,9 @@ class _Worker:
                 error, reason = self.check(function, check, full, agreed)
                 if reason is None:
                     sample = self.sampler(function, full)
+            except (KdaTlError, ImportError) as problem:
+                self.pipe.send(NotLoaded(str(problem)))
+                os._exit(1)
             except Exception as problem:
                 self.pipe.send(Found(number, "crashed", reason=_text(problem)))
                 os._exit(1)

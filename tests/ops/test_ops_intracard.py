@@ -198,6 +198,17 @@ def test_explain() -> None:
     assert plan.split.segments > 1 and "by the model" in str(plan)
 
 
+def test_a_pool_is_cut_where_that_pays_for_leaving_the_kernel() -> None:
+    """chunk_scan reads and writes the slots of a pool itself; where sequences are cut, torch copies them out and back."""
+    in_slots = {"initial_state": torch.zeros(3, 8, 128, 128), "state_indices": torch.tensor([1])}
+    cut = []
+    with dispatcher.assume_arch("sm_90"):
+        for chunks in (128, 512):
+            q, k, v, g = (torch.zeros(1, 64 * chunks, 8, 128, dtype=torch.bfloat16) for _ in range(4))
+            cut += [kda_tl.explain("chunk_kda", q, k, v, g, g[..., 0], **pool).split.segments > 1 for pool in ({}, in_slots)]
+    assert cut == [True, False, True, True]
+
+
 # -- the two kernels alone -----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import random
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from kda_tl.ops.intracard import (
     SplitInfo,
     Tiling,
     Work,
+    _microseconds,
     device_of,
     multiprocessors,
     plan_split,
@@ -108,6 +111,39 @@ def test_the_class_of_the_cut_counts_not_that_of_the_whole() -> None:
     assert uncut.segments == 1 < plan_split(dense(128, 8), Device(132, scan=(narrow,))).segments
     cut = plan_split(dense(128, 8), Device(132, scan=(wide._replace(up_to=8), narrow)))
     assert cut.segments > 1 and "instead of 3845 us" in cut.reason
+
+
+def busiest(blocks: list[int], multiprocessors: int) -> int:
+    """Chunks until the last of the blocks ends, where each takes the multiprocessor that is free first."""
+    free = [0] * multiprocessors
+    for chunks in blocks:
+        heapq.heapreplace(free, free[0] + chunks)
+    return max(free)
+
+
+def test_chunks_that_the_busiest_multiprocessor_walks() -> None:
+    """Of pre-scans, whose blocks are alike in packs too, as many as they are; of scans, whose order counts, no fewer."""
+    rng = random.Random(0)
+    none, one = (Tiling(None, 1, 0.0, 0.0),), (Tiling(None, 1, 0.0, 1.0),)
+    for _ in range(200):
+        chunks = [rng.choice((0, 1, 7, 64, 256)) for _ in range(rng.randint(1, 40))]
+        work, cut = pack(*chunks, 64, HV=rng.choice((1, 4, 32))), rng.choice((5, 16, 32))
+        segments = [min(cut, n - first) for n in work.chunks or () for first in range(0, n, cut)]
+        mapped = [cut for n in work.chunks or () for _ in range(cut, n, cut)]
+        fixed = _microseconds(work, Device(132, none, none, none), cut)  # launches, and more waves
+        pre_scan = _microseconds(work, Device(132, none, one, none), cut) - fixed
+        assert pre_scan == pytest.approx(busiest(sorted(mapped * work.HV), 132))
+        scan = _microseconds(work, Device(132, one, none, none), cut) - fixed
+        assert busiest(segments * work.HV, 132) - 1e-6 <= scan <= 2 * busiest(segments * work.HV, 132) + 1e-6
+
+
+def test_equal_problems_are_cut_alike() -> None:
+    """A dense batch, and a pack of as many sequences of that length."""
+    for chunks in (1, 2, 33, 128, 1000):
+        for B in (1, 2, 16):
+            for HV in (1, 8, 32, 96):
+                split, packed = plan_split(dense(chunks, HV, B), H200), plan_split(pack(*[chunks] * B, HV=HV), H200)
+                assert packed == dataclasses.replace(split, chunks=(chunks,) * B)
 
 
 def test_a_plan_is_a_value() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,7 +113,11 @@ def test_a_run_that_is_ended_goes_on(folder: Path, add_candidate: AddCandidate, 
     # The crash comes first, so that a record is there when the hang begins.
     candidates = sorted(plan.specs[0].candidates, key=lambda one: one.artifact != "fake-256-16")
     write_plan(folder, with_candidates(plan, tuple(candidates)))
-    code = f"from pathlib import Path\nfrom kda_tl.tuning.measure import measure\nmeasure(Path({str(folder)!r}))"
+    code = (
+        "import signal\nfrom pathlib import Path\nfrom kda_tl.tuning.measure import measure\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # tests in the background have it ignored
+        f"measure(Path({str(folder)!r}))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -171,9 +176,47 @@ def test_an_arch_that_is_not_here(folder: Path) -> None:
         measure(folder)
 
 
-def test_an_artifact_that_is_not_there_is_no_crash(folder: Path) -> None:
-    lost = next(one.artifact for one in read_plan(folder).specs[0].candidates if one.artifact is not None)
-    shutil.rmtree(folder / "artifacts" / lost)
-    with pytest.raises(MeasureError, match=rf"lacks 1 of its plan's \d+ artifacts, {lost} for one: copy all .*--prepare"):
-        measure(folder)
+def remove(artifact: Path) -> None:
+    shutil.rmtree(artifact)
+
+
+def remove_files(artifact: Path) -> None:
+    for file in artifact.iterdir():
+        file.unlink()
+
+
+def cut_off(artifact: Path) -> None:
+    os.truncate(artifact / "lib.so", 100)
+
+
+@pytest.mark.parametrize("harm", [remove, remove_files, cut_off])
+def test_an_artifact_that_is_not_there_as_it_was_built_is_no_crash(folder: Path, harm: Callable[[Path], None]) -> None:
+    lost = str(next(one.artifact for one in read_plan(folder).specs[0].candidates if one.artifact is not None))
+    shutil.copytree(folder / "artifacts" / lost, folder / "aside")
+    harm(folder / "artifacts" / lost)
+    words = rf"lacks 1 of the \d+ artifacts to be timed, {lost} for one .*: copy all .*--prepare \S+ --kernel intracard_merge"
+    for _ in range(2):  # a damaged one is in quarantine the second time
+        with pytest.raises(MeasureError, match=words):
+            measure(folder)
     assert not (folder / "timings.jsonl").exists()
+    assert measure(folder, only={"chunk_wy[..]"}).counts == {}  # nobody asks for it
+    shutil.copytree(folder / "aside", folder / "artifacts" / lost)
+    assert measure(folder, budget_s=0.0).left > 0
+
+
+def test_a_folder_without_what_its_artifacts_load_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kda_tl.tuning.measure.why_not", lambda arch: None)
+    text = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(text.replace('"arch": "cpu"', '"arch": "sm_90"'))
+    with pytest.raises(MeasureError, match="lacks the support libraries"):
+        measure(folder)
+
+
+def test_what_cannot_be_loaded_is_no_crash(folder: Path) -> None:
+    """Artifacts of another kernel, as if another version had built them: whole, and refused by the loader."""
+    plan = read_plan(folder)
+    key = dataclasses.replace(MERGE, delta=False).key
+    write_plan(folder, dataclasses.replace(plan, specs=(dataclasses.replace(plan.specs[0], spec=key),)))
+    with pytest.raises(MeasureError, match=r"cannot be loaded here: .* is not format 1 of"):
+        measure(folder)
+    assert read_records(folder / "timings.jsonl") == []
