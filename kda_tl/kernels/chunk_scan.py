@@ -30,7 +30,7 @@ gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three
 time. Of a warp's time 16 % goes to waits for shared memory and exponentials, 15 % to short dependences, 13 % to the first
 loads, 11 % to fetching instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue
 as much per cycle, and more in all; nor does a prefetch of later chunks into the second-level cache.
-The times of the gated plan were taken as `tools/bench_chunk_kda.py` takes them, g in float32; shares and counts with ncu.
+The times of the gated plan are those of each kernel alone, g in float32; shares and counts are ncu's.
 """
 
 from typing import Any
@@ -101,7 +101,8 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
     v [B, T, HV, V] dtype; cu_seqlens [N + 1] int32; q_decayed, k_decayed, k_to_end, chunk_decay, A_inv, P as chunk_wy wrote
     them; o [B, T, HV, V] dtype, out; initial_state, final_state [N or pool, HV, K, V] state_dtype with any strides (so both
     layouts are one program, and both may be one pool); state_indices [N] int32; has_initial_state [N] uint8;
-    segment_states [N, segments, HV, K, V] float32, the state before every segment but the first; states [slots, HV, K, V]
+    segment_states [N, segments, HV, K, V] float32, the state before every segment, read in place of the initial one where
+    there are several: a block that ends a sequence may then overwrite the slot that it began with; states [slots, HV, K, V]
     float32, out, the state before each chunk; scale: float32; then int32:
     uniform: 1 for a dense batch; load_state, masked, store_final_state, indexed, store_states: flags of the tensors above;
     null_index: of state_indices, one that stands for no state; segments: per sequence; segment_chunks: chunks of a segment.
@@ -180,7 +181,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                 starts = load_state
                 if masked != 0:
                     starts = T.if_then_else(T.cast(has_initial_state[sequence], "int32") != 0, load_state, 0)
-                if segment > 0:
+                if segments > 1:
                     for d, j in t.parallel(K, block_v):
                         state[d, j] = segment_states[sequence, segment, value_head, d, first_v + j]
                 elif starts != 0:

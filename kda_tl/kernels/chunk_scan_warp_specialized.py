@@ -136,7 +136,7 @@ def program(spec: ChunkScanSpec, schedule: ChunkScanSchedule, arch: str) -> Any:
                     starts = load_state
                     if masked != 0:
                         starts = T.if_then_else(T.cast(has_initial_state[sequence], "int32") != 0, load_state, 0)
-                    if segment > 0:
+                    if segments > 1:
                         for d, j in T.Parallel(K, block_v):
                             state[d, j] = segment_states[sequence, segment, value_head, d, first_v + j]
                     elif starts != 0:

@@ -40,7 +40,7 @@ PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in tu
 MERGE_US = {8: (2.7, 1.85), 16: (2.7, 2.85), 32: (2.7, 5.0), 64: (2.7, 9.0)}
 PLAIN_US = (6.0, 8.0)
 EXTRA_LAUNCHES_US = 3.0  # the gaps that two more kernels leave
-POOL_US = 60.0  # assumed, of a pool whose slots chunk_scan could have read and written: thirty small launches by torch
+POOL_US = 60.0  # assumed, of a pool that the kernels take of whole sequences alone: thirty small launches by torch
 WORTH_WHILE = 0.95  # a cut must bring the time after chunk_wy down to this part of it
 MAX_SEGMENTS = 64
 MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
@@ -78,7 +78,7 @@ def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> 
 class Work:
     """chunks: of every sequence, where the host knows them; else None, and `longest` and `total` are upper bounds.
     A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head.
-    pooled: states are in a pool that chunk_scan has no use for where sequences are cut."""
+    pooled: states are in a pool that the kernels have no use for where sequences are cut."""
 
     N: int
     HV: int

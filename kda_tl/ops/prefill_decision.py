@@ -100,9 +100,9 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
         ValueError: intracard_segments asks for more than 1 where no kernels for that ship.
     """
     pooled = a is not None and _takes_pool(problem, a)
-    split = _split(problem, a, pooled)
-    # Not where sequences are cut: the block that ends one could overwrite a slot before the block that begins it has read it.
-    pooled = pooled and split.segments == 1
+    only_whole = pooled and a is not None and a.initial_state is not None and a.initial_state.dtype != torch.float32
+    split = _split(problem, a, only_whole)
+    pooled = pooled and (split.segments == 1 or not only_whole)  # intracard_merge reads float32 pools alone
     state_dtype = torch.float32
     if pooled and a is not None and a.initial_state is not None:
         state_dtype = a.initial_state.dtype
@@ -194,7 +194,7 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
 
 
 def _split(problem: Problem, a: Arguments | None, pooled: bool) -> SplitInfo:
-    """How the sequences of a call are cut: `kda_tl.ops.intracard`. pooled: as `_takes_pool` says."""
+    """How the sequences of a call are cut: `kda_tl.ops.intracard`. pooled: the kernels take the pool if nothing is cut."""
     if not problem.arch:  # fake tensors: nothing will be launched
         return SplitInfo(1, 1, "there is no device")
     forced = None if a is None or a.intracard_segments is None else int(a.intracard_segments)
@@ -213,16 +213,19 @@ def _split(problem: Problem, a: Arguments | None, pooled: bool) -> SplitInfo:
             if forced is not None:
                 raise ValueError(f"intracard_segments must be None or 1 here, there are {missing}, got {forced}")
             return SplitInfo(1, whole, f"there are {missing}")
-    if not problem.packed:
-        work = Work(problem.N, problem.HV, whole, whole * problem.N, (whole,), pooled=pooled)
-    else:
+    longest, total = whole, whole * problem.N
+    chunks: tuple[int, ...] | None = (whole,)
+    if problem.packed:
         offsets = None if a is None or a.cu_seqlens is None else host_offsets(a.cu_seqlens, a.cu_seqlens_cpu)
         if offsets is None:
-            work = Work(problem.N, problem.HV, whole, problem.slots, None, dense=False, pooled=pooled)
+            total, chunks = problem.slots, None
         else:
             chunks = tuple(-(-(last - first) // CHUNK_SIZE) for first, last in itertools.pairwise(offsets))
-            work = Work(problem.N, problem.HV, max(chunks), sum(chunks), chunks, dense=False, pooled=pooled)
+            longest, total = max(chunks), sum(chunks)
     scan = scans[0]
+    K, V = scan.spec.head_dim_k, scan.spec.head_dim_v
+    segment_bytes = 4 * K * (2 * V + (K if scan.spec.delta else 1))
+    work = Work(problem.N, problem.HV, longest, total, chunks, not problem.packed, segment_bytes, pooled)
     count = multiprocessors(torch.device("cpu") if a is None else a.q.device, problem.arch)
     return plan_split(work, device_of(scan.spec, scan.pre_scan, scan.merge, problem.arch, count), forced)
 
@@ -234,7 +237,7 @@ def _sizes(problem: Problem, split: SplitInfo) -> Sizes:
 
 
 def _takes_pool(problem: Problem, a: Arguments) -> bool:
-    """Whether chunk_scan can read and write the slots of the caller's pool."""
+    """Whether chunk_scan can read and write the slots of the caller's pool, where sequences are whole."""
     pool = a.initial_state
     if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
         return False

@@ -188,7 +188,7 @@ def _run(
     """The columns of V that a kernel has, in the caller's memory. scratch: gets the tensors between the launches."""
     segments = None
     if d.split.segments > 1:
-        segments = _segments(d, scan, v, workspace, offsets, initial_state, watched, scratch)
+        segments = _segments(d, scan, v, workspace, offsets, initial_state, pool, watched, scratch)
     kernel = watched(dispatcher.kernel(scan.spec, d.problem.arch, v.device, d.sizes.chunk_scan))
     launch_chunk_scan(
         kernel, v, workspace, o, d.scale, offsets, initial_state, final_state, state_dtype=d.state_dtype, pool=pool,
@@ -229,7 +229,7 @@ def _run_columns(
 
 def _segments(
     d: Decision, scan: Scan, v: Tensor, workspace: Workspace, offsets: Tensor | None, initial_state: Tensor | None,
-    watched: Watched, scratch: list[Tensor],
+    pool: Pool | None, watched: Watched, scratch: list[Tensor],
 ) -> Segments:  # fmt: skip
     """The state before every segment, by two launches."""
     problem, split, spec = d.problem, d.split, scan.spec
@@ -240,7 +240,7 @@ def _segments(
     kernel = watched(dispatcher.kernel(scan.pre_scan, problem.arch, device, d.sizes.intracard_pre_scan))
     launch_intracard_pre_scan(kernel, v, workspace, offsets, split.segment_chunks, maps)
     kernel = watched(dispatcher.kernel(scan.merge, problem.arch, device, d.sizes.intracard_merge))
-    launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments)
+    launch_intracard_merge(kernel, maps, problem.T, offsets, initial_state, segments, pool=pool)
     return segments
 
 

@@ -105,9 +105,10 @@ def test_the_cut_is_near_the_best(T: int, HV: int) -> None:
         for segments, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            for _ in range(4):
+                graph.replay()
             end.record()
             end.synchronize()
-            times[segments].append(start.elapsed_time(end))
+            times[segments].append(start.elapsed_time(end) / 4)
     found = {segments: median(taken) for segments, taken in times.items()}
     assert found[None] <= 1.06 * min(found.values()), found

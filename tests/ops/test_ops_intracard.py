@@ -144,6 +144,21 @@ def test_pools(dtype: torch.dtype) -> None:
     assert pool[[2, 3, 5]].isnan().all()
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_float32_pool_gives_the_bits_of_states_of_their_own(v_first: bool) -> None:
+    """intracard_merge reads its slots, and chunk_scan writes them: nothing is copied out and back."""
+    lengths = [200, 70, 0, 129]
+    x = inputs("kda", sum(lengths), HV=2, K=128, V=128, N=4)
+    states = x.pop("initial_state").transpose(-1, -2).contiguous() if v_first else x.pop("initial_state")
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor(offsets(lengths)), "intracard_segments": 3, "state_v_first": v_first}
+    o_own, final = call("kda", {**x, "initial_state": states}, output_final_state=True, **options)
+    pool = torch.full((5, 2, 128, 128), torch.nan)
+    slots = torch.tensor([3, 0, 4, 1])
+    pool[slots] = states
+    o, _ = call("kda", {**x, "initial_state": pool}, state_indices=slots, **options)
+    assert torch.equal(o, o_own) and torch.equal(pool[slots], final) and pool[2].isnan().all()
+
+
 def test_gradients() -> None:
     x = {name: tensor.clone() for name, tensor in inputs("kda", 150).items()}
     found = []
@@ -199,13 +214,14 @@ def test_explain() -> None:
 
 
 def test_a_pool_is_cut_where_that_pays_for_leaving_the_kernel() -> None:
-    """chunk_scan reads and writes the slots of a pool itself; where sequences are cut, torch copies them out and back."""
-    in_slots = {"initial_state": torch.zeros(3, 8, 128, 128), "state_indices": torch.tensor([1])}
+    """What torch copies out and back where sequences are cut: a bfloat16 pool, not a float32 one."""
     cut = []
     with dispatcher.assume_arch("sm_90"):
         for chunks in (128, 512):
             q, k, v, g = (torch.zeros(1, 64 * chunks, 8, 128, dtype=torch.bfloat16) for _ in range(4))
-            cut += [kda_tl.explain("chunk_kda", q, k, v, g, g[..., 0], **pool).split.segments > 1 for pool in ({}, in_slots)]
+            for dtype in (torch.float32, torch.bfloat16):
+                pool = {"initial_state": torch.zeros(3, 8, 128, 128, dtype=dtype), "state_indices": torch.tensor([1])}
+                cut.append(kda_tl.explain("chunk_kda", q, k, v, g, g[..., 0], **pool).split.segments > 1)
     assert cut == [True, False, True, True]
 
 
