@@ -37,11 +37,12 @@ __all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessor
 SCAN_US = {16: (4.5, 0.95), 32: (6.5, 1.15), 64: (7.0, 1.75), 128: (12.0, 3.0)}
 PRE_SCAN_US = (6.0, 1.2)
 PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in turn
-MERGE_US = {8: (2.7, 1.85), 16: (2.7, 2.85), 32: (2.7, 5.0), 64: (2.7, 9.0)}
+MERGE_US = {8: (2.7, 2.05), 16: (2.7, 3.0), 32: (2.7, 5.2), 64: (2.7, 9.2)}  # 0.2 of each step: what a segment costs the others
 PLAIN_US = (6.0, 8.0)
 EXTRA_LAUNCHES_US = 3.0  # the gaps that two more kernels leave
 POOL_US = 60.0  # assumed, of a pool that the kernels take of whole sequences alone: thirty small launches by torch
-WORTH_WHILE = 0.95  # a cut must bring the time after chunk_wy down to this part of it
+WORTH_WHILE = 0.97  # a cut must bring the time after chunk_wy down to this part of it
+NEAR = 1.04  # of cuts that take up to so many times the fastest one's time, the one into fewest segments
 MAX_SEGMENTS = 64
 MAX_BYTES = 2**29  # of maps and states between segments, where nobody asked for a number of segments
 
@@ -158,17 +159,18 @@ def _planned(work: Work, device: Device) -> SplitInfo:
         reason = f"{blocks} blocks fill {device.multiprocessors} multiprocessors, if lengths are alike"
         return SplitInfo(1, work.longest, reason)
     whole = _microseconds(work, device, work.longest)
-    best, time = work.longest, whole
+    times: dict[int, float] = {}  # fewest segments first
     # Counts that come to the same segments are tried once.
     for segment_chunks in dict.fromkeys(-(-work.longest // count) for count in range(2, min(work.longest, MAX_SEGMENTS) + 1)):
         if work.N * -(-work.longest // segment_chunks) * work.HV * work.segment_bytes > MAX_BYTES:
             break
-        if (found := _microseconds(work, device, segment_chunks)) < time:
-            best, time = segment_chunks, found
-    if time > WORTH_WHILE * whole:
+        times[segment_chunks] = _microseconds(work, device, segment_chunks)
+    limit = min(NEAR * min(times.values(), default=whole), WORTH_WHILE * whole)
+    best = next((segment_chunks for segment_chunks, time in times.items() if time <= limit), None)
+    if best is None:
         reason = f"{blocks} blocks on {device.multiprocessors} multiprocessors, by the model {whole:.0f} us"
         return SplitInfo(1, work.longest, f"{reason}, and no cut is worth while", work.chunks)
-    return _cut(work, -(-work.longest // best), f"by the model {time:.0f} us instead of {whole:.0f} us")
+    return _cut(work, -(-work.longest // best), f"by the model {times[best]:.0f} us instead of {whole:.0f} us")
 
 
 def _cut(work: Work, count: int, reason: str) -> SplitInfo:

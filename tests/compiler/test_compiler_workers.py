@@ -71,6 +71,11 @@ def test_leaving_early_stops_the_workers_and_cleans_up(tmp_path: Path) -> None:
     assert not any(Path(file.read_text()).parent.exists() for file in started)
 
 
+def heeding_sigint() -> None:
+    """Tests in the background have it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     """As a terminal sends it: to the whole process group, twice."""
     parent = subprocess.Popen(
@@ -80,6 +85,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heeding_sigint,
     )
     assert eventually(lambda: len(list(tmp_path.glob("started-*"))) == 2)
     os.killpg(parent.pid, signal.SIGINT)
@@ -107,6 +113,7 @@ def test_an_interrupted_build_leaves_nothing_half_written(tmp_path: Path) -> Non
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heeding_sigint,
     )
     assert eventually(lambda: (tmp_path / "compiling").exists(), 120), parent.communicate()
     assert list(temporary.iterdir())

@@ -170,7 +170,9 @@ def test_segments(run: Run, problem: Problem, count: int) -> None:
     _, chunks = true_workspace(problem, x)
     per_segment = -(-max(span.stop - span.start for _, span in problem.spans) // C // count) + (count == 2)
     of_run = torch.full((problem.num_seqs, count, problem.HV, K, V), torch.nan)
+    of_run[:, 0] = x["initial_state"]
     of_truth = of_run.clone()
+    unread = {**x, "initial_state": torch.full_like(x["initial_state"], torch.nan)}
     cuts = 0
     for chunk in chunks:
         number, rest = divmod(chunk.slot - problem.slot(chunk.sequence, 0), per_segment)
@@ -178,9 +180,9 @@ def test_segments(run: Run, problem: Problem, count: int) -> None:
             of_run[chunk.sequence, number], of_truth[chunk.sequence, number] = states[chunk.slot], chunk.state.float()
             cuts += 1
     assert cuts >= problem.B
-    found = run(problem, x, workspace=workspace, segments=Segments(count, per_segment, of_run))
+    found = run(problem, unread, workspace=workspace, segments=Segments(count, per_segment, of_run))
     assert all(torch.equal(a, b) for a, b in zip(found, whole))
-    check(problem, x, *run(problem, x, workspace=workspace, segments=Segments(count, per_segment, of_truth)))
+    check(problem, x, *run(problem, unread, workspace=workspace, segments=Segments(count, per_segment, of_truth)))
 
 
 # -- pools ---------------------------------------------------------------------------------------------------------------

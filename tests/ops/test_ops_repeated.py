@@ -30,8 +30,7 @@ pytestmark = [pytest.mark.tilelang, pytest.mark.usefixtures("cpu_kernels", "nati
 OPS = [op for op in vars(kda_tl).values() if callable(op) and hasattr(op, "repeated")]
 
 # Whose kernels read copies: of slots that are gathered, and of a bonus with a row for every value head.
-OTHERS = {f"chunk {rule} 64" for rule in every_op.rule_inputs.OPS} | {"chunk kda 128 in 2 segments"}
-OTHERS |= {"recurrent rwkv6 128", "deltalog rwkv6"}
+OTHERS = {f"chunk {rule} 64" for rule in every_op.rule_inputs.OPS} | {"recurrent rwkv6 128", "deltalog rwkv6"}
 
 
 class Lookups(list[str]):
