@@ -45,7 +45,8 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
     if isinstance(spec, IntracardPreScanSpec):
         return [Problem(1, 8192, HV, HV, segments) for segments, HV in ((8, 4), (16, 8), (8, 32))]
     if isinstance(spec, IntracardMergeSpec):
-        return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (4, 32, 8))]
+        return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (1, 24, 8), (1, 40, 8),
+                                                                           (4, 32, 8))]  # fmt: skip
     if isinstance(spec, RecurrentDecodeSpec):
         return [Problem(batch, 1, 32, 32) for batch in (1, 8, 24, 64, 256)]
     return []

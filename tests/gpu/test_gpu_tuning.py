@@ -91,19 +91,22 @@ def test_the_cut_is_near_the_best(T: int, HV: int) -> None:
     q, k, v = (torch.randn(1, T, HV, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     g = -torch.rand(1, T, HV, 128, device="cuda", dtype=torch.bfloat16)
     beta = torch.rand(1, T, HV, device="cuda", dtype=torch.bfloat16)
-    times: dict[int | None, list[float]] = {segments: [] for segments in (None, 1, 2, 4, 8, 16, 24)}
+    call = partial(kda_tl.chunk_kda, q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    split = kda_tl.explain("chunk_kda", q, k, v, g, beta).split
+    assert split is not None
+    times: dict[int, list[float]] = {segments: [] for segments in sorted({1, 2, 4, 8, 16, 24, split.segments})}
     graphs = {}
     for segments in times:
-        call = partial(kda_tl.chunk_kda, q, k, v, g, beta, use_qk_l2norm_in_kernel=True, intracard_segments=segments)
         with torch.no_grad():
-            call()
+            call(intracard_segments=segments)
             torch.cuda.synchronize()
             graphs[segments] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graphs[segments]):
-                call()
+                call(intracard_segments=segments)
     for _ in range(15):
         for segments, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()  # after another graph, the first one finds other things in the caches
             start.record()
             for _ in range(4):
                 graph.replay()
@@ -111,4 +114,4 @@ def test_the_cut_is_near_the_best(T: int, HV: int) -> None:
             end.synchronize()
             times[segments].append(start.elapsed_time(end) / 4)
     found = {segments: median(taken) for segments, taken in times.items()}
-    assert found[None] <= 1.06 * min(found.values()), found
+    assert found[split.segments] <= 1.06 * min(found.values()), (split.segments, found)
