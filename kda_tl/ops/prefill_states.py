@@ -23,18 +23,24 @@ class States(NamedTuple):
     active: Tensor | None
 
 
+def _active(a: Arguments) -> Tensor | None:
+    """[N] bool: which sequences have a slot of the caller's pool; None where states are in none."""
+    if a.initial_state is None or a.state_indices is None:
+        return None
+    active = (a.state_indices >= 0) & (a.state_indices < a.initial_state.shape[0])
+    if a.null_index is not None:
+        active &= a.state_indices != a.null_index
+    return active
+
+
 def load_states(problem: Problem, a: Arguments) -> States:
     """A slot that is `null_index`, or not in the pool, is inactive: it reads nothing, its output is zero, nothing is stored."""
-    state, active = a.initial_state, None
+    state, active = a.initial_state, _active(a)
     if state is None:
         return States(None, None)
-    if a.state_indices is not None:
-        slots = state.shape[0]
-        if slots == 0:
-            return States(None, torch.zeros(problem.N, dtype=torch.bool, device=state.device))
-        active = (a.state_indices >= 0) & (a.state_indices < slots)
-        if a.null_index is not None:
-            active &= a.state_indices != a.null_index
+    if a.state_indices is not None and active is not None:
+        if state.shape[0] == 0:
+            return States(None, active)
         state = state.index_select(0, a.state_indices.long().masked_fill(~active, 0))
     if state.dtype != torch.float32 or state.is_neg():
         state = state.to(torch.float32).resolve_neg()
@@ -71,15 +77,19 @@ def silence(problem: Problem, a: Arguments, active: Tensor, o: Tensor) -> None:
 def intermediate_states(problem: Problem, a: Arguments, states: Tensor) -> Tensor:
     """The state before every chunk: [B, chunks, HV, K, V] (V first as the caller's) float32, from chunk_scan's [slots, ...].
 
-    A pack has B = 1 and its chunks lie sequence by sequence; rows past the last one are zero.
+    A pack has B = 1 and its chunks lie sequence by sequence; rows past the last one are zero, and so are those of sequences
+    without a slot in the pool, for which kernels that work in the pool write none.
     """
+    active = _active(a)
     if problem.packed:
-        states = _sequence_by_sequence(problem, a, states)
+        states = _sequence_by_sequence(problem, a, states, active)
     found = states.view(problem.B, problem.chunks, *states.shape[1:])
+    if active is not None and not problem.packed:
+        found.masked_fill_(~active[:, None, None, None, None], 0.0)
     return found.transpose(-1, -2).contiguous() if a.state_v_first else found
 
 
-def _sequence_by_sequence(problem: Problem, a: Arguments, states: Tensor) -> Tensor:
+def _sequence_by_sequence(problem: Problem, a: Arguments, states: Tensor, active: Tensor | None) -> Tensor:
     assert a.cu_seqlens is not None
     if problem.N == 0 or problem.T == 0:
         return states.zero_()
@@ -90,4 +100,6 @@ def _sequence_by_sequence(problem: Problem, a: Arguments, states: Tensor) -> Ten
     chunk = row - torch.where(sequence > 0, ends[sequence - 1], 0)
     slot = (offsets[sequence] // CHUNK_SIZE + sequence + chunk).clamp(max=problem.slots - 1)
     unused = row >= ends[-1]
+    if active is not None:
+        unused |= ~active[sequence]
     return states.index_select(0, slot).masked_fill_(unused[:, None, None, None], 0.0)

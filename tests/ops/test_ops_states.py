@@ -186,3 +186,23 @@ def test_states_between_chunks_of_sequences_from_a_pool() -> None:
         return_intermediate_states=True,
     )  # fmt: skip
     assert torch.equal(found, between) and torch.equal(pool[[2, 0]], final)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("pack", [False, True])
+def test_states_between_chunks_of_sequences_without_a_slot_are_zero(pack: bool, size: int, segments: int) -> None:
+    """Kernels that work in the pool leave them unwritten; what torch gathers for the others starts from zero and goes on."""
+    x = inputs("kda", 70, B=3, K=size, V=size)
+    states = x.pop("initial_state")
+    options: dict[str, Any] = {"return_intermediate_states": True, "intracard_segments": segments}
+    if pack:
+        x = {name: tensor.reshape(1, 210, *tensor.shape[2:]) for name, tensor in x.items()}
+        options["cu_seqlens"] = torch.tensor([0, 70, 140, 210])
+    expected = call("kda", {**x, "initial_state": states}, **options)[2].view(3, 2, 1, size, size)
+    pool = torch.full((3, 1, size, size), torch.nan)
+    pool[2] = states[1]
+    with nan_filled_memory():
+        _, _, found = call("kda", {**x, "initial_state": pool}, state_indices=torch.tensor([-1, 2, 7]), **options)
+    found = found.view(3, 2, 1, size, size)
+    assert torch.equal(found[1], expected[1]) and not found[[0, 2]].any()
