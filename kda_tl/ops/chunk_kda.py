@@ -87,10 +87,10 @@ def chunk_kda(
         has_initial_state: [N] bool; where False the sequence starts from zero, whatever initial_state holds.
         null_index: of sequences that are padding: their output is zero, and no slot is read or written.
         intracard_segments: into how many segments, run side by side, a sequence is cut; exact for any gate. None: as many as
-            pay, by a plan from sizes, head counts and the device (`kda_tl.explain` shows it); 1: not cut; n: n for the longest
-            sequence (for one of T tokens where the host does not know the lengths of a pack), segments as long as its for the
-            others. Equal cuts give equal bits: for outputs that do not depend on what else is in the batch, pass 1, or any n
-            with dense batches.
+            pay, by a plan from sizes, head counts, the device and whether torch would have to copy a pool for it
+            (`kda_tl.explain` shows it); 1: not cut; n: n for the longest sequence (for one of T tokens where the host does not
+            know the lengths of a pack), segments as long as its for the others. Equal cuts give equal bits: for outputs that do
+            not depend on what else is in the batch, pass 1, or any n with dense batches.
         safe_gate, disable_recompute, use_graph, max_num_seqs: accepted for flash-linear-attention's sake. They choose among
             its kernels; ours are right for any gate, keep nothing, and need no flag to be captured in a graph. `safe_gate` with
             `use_gate_in_kernel` needs `lower_bound`, as there.

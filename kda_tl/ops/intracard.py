@@ -4,7 +4,8 @@ A scan walks the chunks of a sequence one after another, so few sequences and he
 boundaries, all segments run at once, from states that two more kernels find out first: intracard_pre_scan, the affine map of
 every segment but the last, and intracard_merge, which applies them in turn. That is worth while where the chain of chunks gets
 shorter by more than the maps cost, and `plan_split` says so from sizes alone: lengths where the host knows them, head counts,
-and what `Device` says. The same sizes get the same cut in every process, and nothing is read from a device.
+what `Device` says, and whether torch would have to copy a pool of states for it. Equal calls get the same cut in every process,
+and nothing is read from a device.
 
 Where a device alone knows the lengths of a pack, T stands for the longest one: grids are upper bounds then, and blocks of
 segments that a sequence does not have leave at once.
@@ -79,7 +80,7 @@ def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> 
 class Work:
     """chunks: of every sequence, where the host knows them; else None, and `longest` and `total` are upper bounds.
     A dense batch has `chunks` of one sequence, and N of them. segment_bytes: maps and state of a segment and value head.
-    pooled: states are in a pool that the kernels have no use for where sequences are cut."""
+    pooled: states are in a pool that kernels take of whole sequences alone."""
 
     N: int
     HV: int

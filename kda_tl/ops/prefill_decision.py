@@ -60,8 +60,8 @@ class Decision:
     Attributes:
         split: how sequences are cut.
         sizes: of the problems that follow from it.
-        pooled: chunk_scan itself reads and writes the slots of the caller's pool; else states are gathered and scattered.
-        state_dtype: of states as chunk_scan reads and writes them.
+        pooled: kernels read and write the slots of the caller's pool; else states are gathered and scattered.
+        state_dtype: of states as the kernels read and write them.
         as_is: of q, k, v, g and beta: the kernels read the caller's memory; else a copy.
         padding: columns that K lacks to that of the kernels.
         whole_v: one scan has all columns of V.
@@ -193,8 +193,8 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
     return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
 
 
-def _split(problem: Problem, a: Arguments | None, pooled: bool) -> SplitInfo:
-    """How the sequences of a call are cut: `kda_tl.ops.intracard`. pooled: the kernels take the pool if nothing is cut."""
+def _split(problem: Problem, a: Arguments | None, only_whole: bool) -> SplitInfo:
+    """How the sequences of a call are cut: `kda_tl.ops.intracard`. only_whole: kernels take the pool only if nothing is cut."""
     if not problem.arch:  # fake tensors: nothing will be launched
         return SplitInfo(1, 1, "there is no device")
     forced = None if a is None or a.intracard_segments is None else int(a.intracard_segments)
@@ -225,7 +225,7 @@ def _split(problem: Problem, a: Arguments | None, pooled: bool) -> SplitInfo:
     scan = scans[0]
     K, V = scan.spec.head_dim_k, scan.spec.head_dim_v
     segment_bytes = 4 * K * (2 * V + (K if scan.spec.delta else 1))
-    work = Work(problem.N, problem.HV, longest, total, chunks, not problem.packed, segment_bytes, pooled)
+    work = Work(problem.N, problem.HV, longest, total, chunks, not problem.packed, segment_bytes, only_whole)
     count = multiprocessors(torch.device("cpu") if a is None else a.q.device, problem.arch)
     return plan_split(work, device_of(scan.spec, scan.pre_scan, scan.merge, problem.arch, count), forced)
 

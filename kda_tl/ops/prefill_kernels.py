@@ -76,7 +76,7 @@ class Pool(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """How sequences are cut: `number` segments of `chunks` chunks each at most, and the state before all but the first."""
+    """How sequences are cut: `number` segments of `chunks` chunks each at most, and the state before each."""
 
     number: int
     chunks: int
