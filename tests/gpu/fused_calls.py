@@ -56,10 +56,10 @@ def apart(seed: int, device: str) -> dict[str, Any]:
     return {name: torch.stack([x, x], -1)[..., 0] if name != "beta" else x for name, x in inputs(seed, device).items()}
 
 
-def in_a_pool(seed: int, device: str) -> dict[str, Any]:
+def in_a_pool(seed: int, device: str, T: int = 150) -> dict[str, Any]:
     mask = torch.tensor([seed % 2 == 0])
     pool = {"initial_state": torch.randn(5, 2, 128, 128), "state_indices": torch.tensor([3]), "has_initial_state": mask}
-    return inputs(seed, device) | {name: x.to(device) for name, x in pool.items()} | {"output_final_state": True}
+    return inputs(seed, device, T) | {name: x.to(device) for name, x in pool.items()} | {"output_final_state": True}
 
 
 def pack(seed: int, device: str) -> dict[str, Any]:
@@ -75,4 +75,5 @@ CALLS: dict[str, Any] = {
     "converted": lambda seed, device: {name: x.half() for name, x in inputs(seed, device).items()},
     "apart": apart,
     "pool": in_a_pool,
+    "segments in a pool": lambda seed, device: in_a_pool(seed, device, T=300) | {"intracard_segments": 3},
 }

@@ -78,6 +78,10 @@ CASES = [
         for pool in (F32, BF16, F16)
         for first in (False, True)
     ),
+    *(
+        PrefillCase(rule, BF16, lengths=PACK, pool=pool, state_v_first=first, options=(("intracard_segments", 3),))
+        for rule, pool, first in (("kda", F32, True), ("kda", F32, False), ("kda", BF16, True), ("gla", F32, False))
+    ),
     PrefillCase("gla", BF16, lengths=PACK, pool=BF16),
     PrefillCase("gdn", F32, lengths=PACK, pool=BF16),
 ]

@@ -13,6 +13,9 @@ from kda_tl.ops.intracard import (
     MAX_BYTES,
     MAX_SEGMENTS,
     MULTIPROCESSORS,
+    NEAR,
+    POOL_US,
+    WORTH_WHILE,
     Device,
     SplitInfo,
     Tiling,
@@ -144,6 +147,23 @@ def test_equal_problems_are_cut_alike() -> None:
             for HV in (1, 8, 32, 96):
                 split, packed = plan_split(dense(chunks, HV, B), H200), plan_split(pack(*[chunks] * B, HV=HV), H200)
                 assert packed == dataclasses.replace(split, chunks=(chunks,) * B)
+
+
+def test_of_the_cuts_that_are_about_as_fast_the_one_into_fewest_segments() -> None:
+    """And none that is not worth while, or whose pool torch copies for longer than it saves."""
+    rng, cuts = random.Random(1), 0
+    for _ in range(100):
+        lengths = [rng.choice((1, 40, 100, 300, 1000)) for _ in range(rng.randint(1, 4))]
+        work = dataclasses.replace(pack(*lengths, HV=rng.choice((1, 2, 4, 8))), pooled=rng.random() < 0.3)
+        chunks = {-(-work.longest // count) for count in range(2, min(work.longest, MAX_SEGMENTS) + 1)}
+        times = {n: _microseconds(work, H200, n) for n in sorted(chunks, reverse=True)}
+        whole = _microseconds(work, H200, work.longest)
+        good = [n for n, time in times.items() if time <= NEAR * min(times.values()) and time <= WORTH_WHILE * whole]
+        assert plan_split(work, H200).segment_chunks == (good[0] if good else work.longest)
+        own = dataclasses.replace(work, pooled=False)
+        assert all(time - _microseconds(own, H200, n) == pytest.approx(POOL_US * work.pooled) for n, time in times.items())
+        cuts += bool(good)
+    assert 20 < cuts < 80
 
 
 def test_a_plan_is_a_value() -> None:
