@@ -69,7 +69,8 @@ def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Calla
 @click.option("--op", type=click.Choice(sorted(RULE_OF_OP)), help="Only the kernels of this op.")
 @click.option("--budget", type=Minutes(min=0.0, min_open=True), default=10.0, show_default=True, metavar="MINUTES",
               help="Of measuring. What is left then is told, and --resume goes on with it.")  # fmt: skip
-@click.option("--resume", is_flag=True, help="Keep the timings that DIR has: nothing that is finished is timed again.")
+@click.option("--resume", is_flag=True, help="Keep the timings that DIR has: nothing that is "
+              "finished is timed again. Without it they are moved aside, to timings-1.jsonl and so on.")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes that compile.  [default: one per core]")
 @_folder_option("prepare", "Only compile the candidates, into DIR.")
 @_folder_option("measure", "Only time the candidates of DIR, on the device here.")
@@ -174,6 +175,9 @@ def _measure(folder: Path, kernels: Sequence[str], op: str | None, budget: float
 
     plan = read_plan(folder)
     only = {spec.key for spec in _selected(plan.arch, kernels, op)} if kernels or op else None
+    if only is not None and only.isdisjoint(key for spec in plan.specs for key in (spec.spec, *spec.inherits)):
+        planned = ", ".join(sorted({spec.spec.partition("[")[0] for spec in plan.specs}))
+        raise PlanError(f"{folder} holds no candidates of what --kernel and --op name, only of {planned}: nothing is timed")
     with _progress(f"{plan.arch}, timing") as tell:
 
         def on_record(record: dict[str, Any], done: int, total: int) -> None:
@@ -191,6 +195,8 @@ def _apply(folder: Path, jobs: int | None) -> None:
     from kda_tl.tuning import apply
 
     plan = read_plan(folder)
+    if not (folder / TIMINGS).exists():
+        raise TimingsError(_not_measured(folder))
     served = {(heir, json.dumps(dict(one.schedule), sort_keys=True))
               for spec in plan.specs for one in spec.candidates for heir in one.serves}  # fmt: skip
     applied = apply(
@@ -250,8 +256,9 @@ def _report(folder: Path) -> str:
     from kda_tl.tuning.timings import read_timings
 
     plan, rows = read_plan(folder), []
-    if (folder / TIMINGS).exists():
-        read_timings(folder / TIMINGS)  # raises where a line is no record
+    if not (folder / TIMINGS).exists():
+        return _not_measured(folder)
+    read_timings(folder / TIMINGS)  # raises where a line is no record
     records = read_records(folder / TIMINGS)
     for device in dict.fromkeys(record["device"] for record in records):
         timed = [record for record in records if record["device"] == device and record["status"] in ("ok", "stopped")]
@@ -263,6 +270,10 @@ def _report(folder: Path) -> str:
                 rows.append((device, str(problem_size), *_row(plan, best, base, len(here)), key))
     header = ("device", "size", "in force ms", "best ms", "gain", "over floor", "timed", "best schedule", "spec")
     return table(header, rows) if rows else f"No timings in {folder / TIMINGS}."
+
+
+def _not_measured(folder: Path) -> str:
+    return f"{folder} has no timings yet: `kda-tl autotune --measure {shlex.quote(str(folder))}`"
 
 
 def _row(plan: Plan, best: dict[str, Any], base: float | None, timed: int) -> tuple[str, ...]:

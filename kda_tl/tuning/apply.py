@@ -74,8 +74,10 @@ class Applied:
             rows.append((str(len(gain.classes)), before, now, speedup, gain.spec))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  " + "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[4]]) for row in rows]
-        inherited = f", {len(self.inherited)} specs took over a sibling's schedules" if self.inherited else ""
-        lines.append(f"  {self.path}: {len(self.changed)} entries changed{inherited}. Milliseconds are means over sizes.")
+        heirs, entries = len(self.inherited), len(self.changed)
+        inherited = f", {heirs} spec{'s' * (heirs != 1)} took over a sibling's schedules" if heirs else ""
+        changed = f"{entries} {'entry' if entries == 1 else 'entries'} changed"
+        lines.append(f"  {self.path}: {changed}{inherited}. Milliseconds are geometric means over sizes.")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 

@@ -85,6 +85,21 @@ def test_measuring_what_is_for_another_machine(run: Run, tmp_path: Path) -> None
     assert run("autotune", "--arch", "cpu", "--report", tmp_path).exit_code == 1
 
 
+def test_measuring_what_the_folder_does_not_hold_leaves_its_timings(run: Run, tmp_path: Path) -> None:
+    plan_of(tmp_path)
+    ended = run("autotune", "--measure", tmp_path, "--kernel", "chunk_wy")
+    assert ended.exit_code == 1 and "no candidates" in ended.output and "only of intracard_merge" in ended.output
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.json", "timings.jsonl"]
+
+
+@pytest.mark.parametrize(("step", "status"), [("apply", 1), ("report", 0)])
+def test_before_anything_is_measured_the_command_is_named(run: Run, tmp_path: Path, step: str, status: int) -> None:
+    plan_of(tmp_path)
+    (tmp_path / "timings.jsonl").unlink()
+    ended = run("autotune", f"--{step}", tmp_path)
+    assert ended.exit_code == status and f"kda-tl autotune --measure {tmp_path}" in ended.output
+
+
 def test_wrong_options(run: Run, tmp_path: Path) -> None:
     assert run("autotune").exit_code == 2
     assert run("autotune", "--arch", "cpu", "--prepare", tmp_path, "--measure", tmp_path).exit_code == 2

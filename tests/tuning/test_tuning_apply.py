@@ -104,7 +104,7 @@ def test_where_a_choice_comes_from(tmp_path: Path) -> None:
     assert gain.speedup == pytest.approx((0.496 / 0.41) ** (1 / 3))
     assert applied.changed == (SPEC.key,) and not applied.notes
     table = str(applied)
-    assert SPEC.key in table and "1.07x" in table and "1 entries changed" in table
+    assert SPEC.key in table and "1.07x" in table and "1 entry changed" in table
 
 
 def test_the_last_record_of_a_candidate_counts(tmp_path: Path) -> None:
