@@ -17,7 +17,7 @@ from kda_tl.ops.arguments import Op
 from kda_tl.ops.decode_checks import DecodeArguments, check, check_options, refuse_gradients
 from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
-from kda_tl.ops.plan import Launch, Plan
+from kda_tl.ops.plan import Launch, Plan, counted
 from kda_tl.ops.repeated import Candidate, recognising
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import CHECK, check_setting
@@ -88,7 +88,7 @@ def plan(op: Op, a: DecodeArguments) -> Plan:
         launches=(
             Launch(
                 p.spec,
-                f"{p.N + (a.cu_seqlens is not None)} requests x {p.HV} heads x V tiles",
+                f"{counted(p.N + (a.cu_seqlens is not None), 'request')} x {counted(p.HV, 'head')} x V tiles",
                 p.size,
             ),
         ),

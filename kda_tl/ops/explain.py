@@ -10,7 +10,7 @@ from kda_tl.ops.chunk_delta_rule import chunk_delta_rule
 from kda_tl.ops.chunk_gdn import chunk_gated_delta_rule, chunk_gdn
 from kda_tl.ops.chunk_gla import chunk_gla
 from kda_tl.ops.chunk_kda import chunk_kda
-from kda_tl.ops.chunk_linear_attention import chunk_linear_attention
+from kda_tl.ops.chunk_linear_attention import chunk_linear_attention, chunk_linear_attn
 from kda_tl.ops.chunk_rwkv6 import chunk_rwkv6
 from kda_tl.ops.chunk_simple_gla import chunk_simple_gla
 from kda_tl.ops.deltalog import deltalog_decode_gdn, deltalog_decode_kda, deltalog_decode_rwkv6
@@ -35,6 +35,7 @@ PREFILL_OPS: dict[str, Any] = {
     "chunk_gla": chunk_gla,
     "chunk_simple_gla": chunk_simple_gla,
     "chunk_linear_attention": chunk_linear_attention,
+    "chunk_linear_attn": chunk_linear_attn,
     "chunk_rwkv6": chunk_rwkv6,
 }
 

@@ -213,3 +213,4 @@ def test_what_flash_linear_attention_accepts_for_gdn_changes_nothing() -> None:
     expected, _ = call("gdn", x)
     assert torch.equal(call("gdn", x, chunk_indices=torch.zeros(1, 2))[0], expected)
     assert kda_tl.chunk_gated_delta_rule is kda_tl.chunk_gdn
+    assert PREFILL_OPS["chunk_linear_attn"] is kda_tl.chunk_linear_attention
