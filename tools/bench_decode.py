@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from decode_cases import OPS, DecodeCase, decode_truth, make_decode_inputs, relative  # noqa: E402
-from timing import captured, time_ms  # noqa: E402
+from timing import captured, need_gpu, time_ms  # noqa: E402
 
 from kda_tl.registry import Registry  # noqa: E402
 from kda_tl.specs.decode import RecurrentDecodeSchedule, RecurrentDecodeSpec  # noqa: E402
@@ -136,6 +136,7 @@ def main() -> None:
             parser.error("prepare needs DIR")
         prepare(options.dir)
     else:
+        need_gpu()
         measure(options.dir, options.batch, options.rules, options.out)
 
 

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 import torch  # noqa: E402
 from chunk_kda_cases import relative_error  # noqa: E402
 from deltalog_cases import OPS, recurrence, tokens  # noqa: E402
-from timing import captured, time_ms  # noqa: E402
+from timing import captured, need_gpu, time_ms  # noqa: E402
 
 from kda_tl.ops.deltalog import DeltaLogCache  # noqa: E402
 from kda_tl.specs.deltalog import RULES, DeltaLogDecodeSchedule, DeltaLogDecodeSpec  # noqa: E402
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.step == "measure":
+        need_gpu()
         with torch.no_grad():
             measure(options.dir, options)
     elif options.dir is None:

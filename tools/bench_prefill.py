@@ -14,6 +14,7 @@ bfloat16, K = V = 128, random inputs. Gates: "strong" (A_log = log U(1, 16)) and
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from chunk_kda_cases import TOLERANCE, relative_error  # noqa: E402
-from timing import captured, time_ms  # noqa: E402
+from timing import captured, need_gpu, time_ms  # noqa: E402
 
 import kda_tl  # noqa: E402
 from kda_tl.reference import beta_sigmoid, gdn_gate, kda_gate, l2norm, recurrent_rule  # noqa: E402
@@ -126,6 +127,9 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.peer and importlib.util.find_spec("fla") is None:
+        parser.error("--peer needs flash-linear-attention: pip install flash-linear-attention==0.6.0")
+    need_gpu()
     print(f"{torch.cuda.get_device_name()}, milliseconds: events and (graph)")
     print("rule  lengths            H  HV      gate    error   as planned         one piece    floor  over floor")
     rows = []

@@ -132,6 +132,9 @@ def main() -> None:
     for registry in (options.before, options.after):
         if not (registry / "manifest").is_dir():
             parser.error(f"{registry} is no registry: kda-tl build --arch ARCH --registry {registry}")
+    from timing import need_gpu
+
+    need_gpu(2)
     context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
     pipes = []
     for registry in (options.before, options.after):

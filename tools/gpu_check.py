@@ -50,6 +50,9 @@ def main() -> int:
 
     import torch
     from chunk_kda_cases import CASES, TOLERANCE, run_case
+    from timing import need_gpu
+
+    need_gpu()
 
     results: dict[str, object] = {
         "device": torch.cuda.get_device_name(),

@@ -21,6 +21,7 @@ from decode_cases import OPS as DECODE_OPS  # noqa: E402
 from decode_cases import make_decode_inputs  # noqa: E402
 from deltalog_cases import Walk  # noqa: E402
 from prefill_cases import NAMES, OPS, PrefillCase, make_inputs  # noqa: E402
+from timing import need_gpu  # noqa: E402
 
 from kda_tl.specs.rules import RULES  # noqa: E402
 
@@ -78,6 +79,7 @@ def deltalog() -> None:
 
 
 if __name__ == "__main__":
+    need_gpu()
     prefill()
     decode()
     deltalog()

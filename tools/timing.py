@@ -1,13 +1,22 @@
-"""What the benchmarks share: medians of CUDA events, and CUDA graphs."""
+"""What the tools share: whether there is a GPU, medians of CUDA events, and CUDA graphs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
-__all__ = ["captured", "time_ms"]
+__all__ = ["captured", "need_gpu", "time_ms"]
+
+
+def need_gpu(status: int = 1) -> None:
+    """Ends the process with this status, and a message, where there is none."""
+    if not torch.cuda.is_available():
+        why = "no NVIDIA GPU here" if torch.version.cuda else f"torch {torch.__version__} is no CUDA build"
+        print(f"{sys.argv[0]} runs on a GPU, and {why}: `kda-tl doctor` says what is missing", file=sys.stderr)
+        raise SystemExit(status)
 
 
 def time_ms(call: Callable[[], object], repeats: int = 20) -> float:
