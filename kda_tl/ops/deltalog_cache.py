@@ -52,7 +52,7 @@ class DeltaLogCache:
 
     Attributes:
         base [slots, HV, V, K] state_dtype; base_low [slots, HV, V, K / 8] int32: 4 more bits per element of a bfloat16 base,
-        which only folds read (else nothing, [slots, 0]); log_k [slots, HV, capacity, K]: raw keys in the activations' dtype;
+        which only folds use (else nothing, [slots, 0]); log_k [slots, HV, capacity, K]: raw keys in the activations' dtype;
         log_u [slots, HV, capacity, V] float32: writes, the keys' norms included; log_decay [slots, HV, capacity, K or 1]
         float32: each entry's own decay e^g; cursor [slots, HV, V / 16, 2] int32, copies of (entries in the log, entries at
         which it is folded). rule, slots, HV, K, V, capacity, merge_every, launches, spec: what the decode kernel is chosen by.
