@@ -14,7 +14,7 @@ NVIDIA H200. Three were counted and timed, the lean one in code that has gone si
 torch; milliseconds of chunk_wy + chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.58 + 0.37   0.21 + 0.17
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.57 + 0.36   0.22 + 0.16
     wide    W and U in place of A_inv and k_decayed, v                        9.5 + 5.5        ? + 0.33      ? + 0.16
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without
@@ -30,7 +30,8 @@ gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three
 time. Of a warp's time 16 % goes to waits for shared memory and exponentials, 15 % to short dependences, 13 % to the first
 loads, 11 % to fetching instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue
 as much per cycle, and more in all; nor does a prefetch of later chunks into the second-level cache.
-The times of the gated plan are those of each kernel alone, g in float32; shares and counts are ncu's.
+The gated plan's times are those of `kda-tl autotune --measure`, gate and norms fused, g in bfloat16; the others are older, with
+g in float32, computed before. Shares and counts are ncu's.
 """
 
 from typing import Any

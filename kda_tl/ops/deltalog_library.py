@@ -8,7 +8,6 @@ gone before.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, cast
 
@@ -30,10 +29,9 @@ from kda_tl.ops.deltalog_cache import FLOAT_DTYPES, DeltaLogCache, Storage, stor
 from kda_tl.ops.deltalog_launch import Call, launch, launches, prep_size
 from kda_tl.ops.known import Known, any_mode, is_plain, traits
 from kda_tl.ops.plan import Plan
-from kda_tl.ops.repeated import Candidate, Repeated
+from kda_tl.ops.repeated import Candidate, Repeated, presented
 from kda_tl.runtime import dispatcher
 from kda_tl.runtime.environment import CHECK, check_setting
-from kda_tl.runtime.ranges import annotate_op
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 
 __all__ = ["DeltaLogArguments", "plan", "public"]
@@ -101,10 +99,7 @@ def public(op: Op) -> Callable[[Callable[P, tuple[DeltaLogCache, DeltaLogArgumen
                 watch.settle(o)
             return o
 
-        made: Any = function
-        made.__signature__ = inspect.signature(arguments).replace(return_annotation="Tensor")
-        made.op, made.arguments, made.repeated = op, arguments, repeated
-        return annotate_op(function, f"kda_tl::{op.name}")
+        return presented(op, arguments, function, repeated, "Tensor")
 
     return decorate
 

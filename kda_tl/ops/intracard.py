@@ -30,11 +30,10 @@ from kda_tl.specs.sizes import problem_size
 
 __all__ = ["Device", "SplitInfo", "Tiling", "Work", "device_of", "multiprocessors", "plan_split"]
 
-# The model, in microseconds. A block takes so long to start and end, and then for every chunk it walks, or map it applies. The
-# warp-specialized scans and the merge were timed on one NVIDIA H200, as {tile: (start, step)}: of 160 cuts, 1,024 to 32,768
-# tokens and 1 to 32 heads, those at most a third slower than the fastest come out within 8 % (in packs of unlike lengths 16 %),
-# and the cut that is chosen was within 6 % of the fastest each time. The rest is assumed: plain variants, a merge's tile of 64,
-# and that K = V = 64 and rules without the delta correction take as long.
+# The model, in microseconds. A block takes so long to start and end, and then for every chunk it walks, or map it applies, as
+# {tile: (start, step)}: fitted to times of the warp-specialized scans and the merge on one NVIDIA H200, in 160 cuts of 1,024 to
+# 32,768 tokens and 1 to 32 heads. tests/gpu/test_gpu_tuning.py holds what is chosen to the best cut of other sizes. The rest is
+# assumed: plain variants, a merge's tile of 64, and that K = V = 64 and rules without the delta correction take as long.
 SCAN_US = {16: (4.5, 0.95), 32: (6.5, 1.15), 64: (7.0, 1.75), 128: (12.0, 3.0)}
 PRE_SCAN_US = (6.0, 1.2)
 PRE_SCAN_WAVE_US = 3.0  # for each further block that a multiprocessor has in turn

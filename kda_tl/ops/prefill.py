@@ -11,7 +11,7 @@ from kda_tl.ops.checks import mark_written
 from kda_tl.ops.plan import Plan, counted
 from kda_tl.ops.prefill_checks import Problem, check, check_on_device, check_options, check_types
 from kda_tl.ops.prefill_decision import Decision, decide
-from kda_tl.ops.prefill_states import intermediate_states, load_states, silence, store_states
+from kda_tl.ops.prefill_states import active_sequences, intermediate_states, load_states, silence, store_states
 from kda_tl.ops.repeated import Candidate
 
 __all__ = ["Results", "allocate", "carry_out", "decided", "plan", "plan_problem"]
@@ -45,6 +45,7 @@ def carry_out(d: Decision, a: Arguments, watch: Candidate | None = None) -> Resu
         assert pool is not None
         _launch(d, a, o, pool, pool, states, watch)
         mark_written(pool)
+        active = None if states is None else active_sequences(a)
     else:
         initial, active = load_states(problem, a)
         _launch(d, a, o, initial, final, states, watch)
@@ -52,7 +53,7 @@ def carry_out(d: Decision, a: Arguments, watch: Candidate | None = None) -> Resu
             assert final is not None
             silence(problem, a, active, o)
             store_states(a, active, final)
-    rows = None if states is None else intermediate_states(problem, a, states)
+    rows = None if states is None else intermediate_states(problem, a, states, active)
     if watch is not None and (d.pooled or a.state_indices is None):
         watch.whole(o, final, a.initial_state if d.pooled else None)
     return o if o.dtype == a.v.dtype else o.to(a.v.dtype), final, rows

@@ -99,13 +99,12 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
     Raises:
         ValueError: intracard_segments asks for more than 1 where no kernels for that ship.
     """
-    pooled = a is not None and _takes_pool(problem, a)
-    only_whole = pooled and a is not None and a.initial_state is not None and a.initial_state.dtype != torch.float32
+    pool = None if a is None else _pool_dtype(problem, a)
+    only_whole = pool not in (None, torch.float32)  # intracard_merge reads float32 pools alone
     split = _split(problem, a, only_whole)
-    pooled = pooled and (split.segments == 1 or not only_whole)  # intracard_merge reads float32 pools alone
-    state_dtype = torch.float32
-    if pooled and a is not None and a.initial_state is not None:
-        state_dtype = a.initial_state.dtype
+    if only_whole and split.segments > 1:
+        pool = None
+    pooled, state_dtype = pool is not None, pool or torch.float32
     gate_dtype = _gate_dtype(problem, a)
     wy, scans, operand_dtype = _specs(problem.rule, problem.K, problem.V, problem.kernel_dtype, gate_dtype, state_dtype)
     gate, beta = GateForm.IDENTITY, BetaForm.IDENTITY
@@ -236,12 +235,13 @@ def _sizes(problem: Problem, split: SplitInfo) -> Sizes:
     return Sizes(**{kernel: problem_size(kernel, count, problem.HV) for kernel, count in counts.items()})
 
 
-def _takes_pool(problem: Problem, a: Arguments) -> bool:
-    """Whether chunk_scan can read and write the slots of the caller's pool, where sequences are whole."""
+def _pool_dtype(problem: Problem, a: Arguments) -> torch.dtype | None:
+    """Of the caller's pool, where kernels read and write its slots, sequences being whole; else None."""
     pool = a.initial_state
     if a.state_indices is None or pool is None or pool.is_neg() or problem.N == 0 or problem.T == 0:
-        return False
-    return problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+        return None
+    taken = problem.K == problem.V == 128 and _name(pool.dtype) in POOL_DTYPES[_name(problem.kernel_dtype)]
+    return pool.dtype if taken else None
 
 
 def as_they_are(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import Arguments
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
 
-__all__ = ["States", "intermediate_states", "load_states", "silence", "store_states"]
+__all__ = ["States", "active_sequences", "intermediate_states", "load_states", "silence", "store_states"]
 
 
 class States(NamedTuple):
@@ -23,7 +23,7 @@ class States(NamedTuple):
     active: Tensor | None
 
 
-def _active(a: Arguments) -> Tensor | None:
+def active_sequences(a: Arguments) -> Tensor | None:
     """[N] bool: which sequences have a slot of the caller's pool; None where states are in none."""
     if a.initial_state is None or a.state_indices is None:
         return None
@@ -35,7 +35,7 @@ def _active(a: Arguments) -> Tensor | None:
 
 def load_states(problem: Problem, a: Arguments) -> States:
     """A slot that is `null_index`, or not in the pool, is inactive: it reads nothing, its output is zero, nothing is stored."""
-    state, active = a.initial_state, _active(a)
+    state, active = a.initial_state, active_sequences(a)
     if state is None:
         return States(None, None)
     if a.state_indices is not None and active is not None:
@@ -74,13 +74,12 @@ def silence(problem: Problem, a: Arguments, active: Tensor, o: Tensor) -> None:
     o.masked_fill_(silent[None, :, None, None], 0.0)
 
 
-def intermediate_states(problem: Problem, a: Arguments, states: Tensor) -> Tensor:
+def intermediate_states(problem: Problem, a: Arguments, states: Tensor, active: Tensor | None) -> Tensor:
     """The state before every chunk: [B, chunks, HV, K, V] (V first as the caller's) float32, from chunk_scan's [slots, ...].
 
     A pack has B = 1 and its chunks lie sequence by sequence; rows past the last one are zero, and so are those of sequences
-    without a slot in the pool, for which kernels that work in the pool write none.
+    without a slot in the pool, for which kernels that work in the pool write none. active: `active_sequences`.
     """
-    active = _active(a)
     if problem.packed:
         states = _sequence_by_sequence(problem, a, states, active)
     found = states.view(problem.B, problem.chunks, *states.shape[1:])

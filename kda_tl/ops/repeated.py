@@ -31,7 +31,7 @@ from kda_tl.runtime.environment import CHECK, arch_setting, check_setting, regis
 from kda_tl.runtime.fused import Watch, native
 from kda_tl.runtime.ranges import annotate_op
 
-__all__ = ["Candidate", "Repeated", "recognising"]
+__all__ = ["Candidate", "Repeated", "presented", "recognising"]
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float))
 OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
@@ -231,9 +231,13 @@ def recognising(
             watch.settle(results)
         return results
 
-    made: Any = function
-    made.__signature__ = inspect.signature(arguments).replace(return_annotation="tuple[Tensor, Tensor | None]")
-    made.op, made.arguments, made.repeated = op, arguments, repeated
+    return presented(op, arguments, function, repeated, "tuple[Tensor, Tensor | None]")
+
+
+def presented(op: Op, arguments: Callable[..., Any], function: Any, repeated: Repeated, returned: str) -> Callable[..., Any]:
+    """`function` as users meet it: the signature of `arguments` with what it returns, a range of its name for profilers."""
+    function.__signature__ = inspect.signature(arguments).replace(return_annotation=returned)
+    function.op, function.arguments, function.repeated = op, arguments, repeated
     return annotate_op(function, f"kda_tl::{op.name}")
 
 

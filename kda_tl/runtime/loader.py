@@ -17,7 +17,7 @@ from typing import Any
 
 import torch  # before any TVM-FFI call: the driver stub looks libcudart up once, and remembers a failure
 
-from kda_tl.registry import ARTIFACT_FORMAT, DamagedArtifact, Registry, RegistryError
+from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 from kda_tl.specs.archs import arch as arch_row
 
@@ -72,10 +72,9 @@ def is_whole(root: Path, id: str) -> bool:
     """Whether `load_artifact` finds that artifact as it was built. A damaged one is moved to quarantine.
 
     Raises:
-        RegistryError: it cannot be read.
+        RegistryError: it cannot be read, or not be moved.
     """
-    registry = Registry(root)
-    return _verifies(registry, registry.root / "artifacts" / id)
+    return Registry(root).has("artifacts", id)
 
 
 def has_support(root: Path, arch: str) -> bool:
@@ -84,15 +83,7 @@ def has_support(root: Path, arch: str) -> bool:
         return True
     registry = Registry(root)
     folder = registry.support_dir(arch)
-    return folder is not None and _verifies(registry, folder)
-
-
-def _verifies(registry: Registry, path: Path) -> bool:
-    try:
-        registry.verify(path)
-    except DamagedArtifact:
-        return False
-    return True
+    return folder is not None and registry.has("support", folder.name)
 
 
 def _load_tvm_ffi(library: Path, entry: str) -> KernelFunction:
