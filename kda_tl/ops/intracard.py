@@ -169,8 +169,10 @@ def _planned(work: Work, device: Device) -> SplitInfo:
     best = next((segment_chunks for segment_chunks, time in times.items() if time <= limit), None)
     if best is None:
         reason = f"{blocks} blocks on {device.multiprocessors} multiprocessors, by the model {whole:.0f} us"
-        return SplitInfo(1, work.longest, f"{reason}, and no cut is worth while", work.chunks)
-    return _cut(work, -(-work.longest // best), f"by the model {times[best]:.0f} us instead of {whole:.0f} us")
+        copies = f", {POOL_US:.0f} us more for copies of the pool" if work.pooled and times else ""
+        return SplitInfo(1, work.longest, f"{reason}, and no cut is worth while{copies}", work.chunks)
+    copies = f", {POOL_US:.0f} us of them for copies of the pool," if work.pooled else ""
+    return _cut(work, -(-work.longest // best), f"by the model {times[best]:.0f} us{copies} instead of {whole:.0f} us")
 
 
 def _cut(work: Work, count: int, reason: str) -> SplitInfo:

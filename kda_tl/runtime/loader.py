@@ -21,7 +21,7 @@ from kda_tl.registry import ARTIFACT_FORMAT, Registry, RegistryError
 from kda_tl.runtime.errors import EnvironmentConflict
 from kda_tl.specs.archs import arch as arch_row
 
-__all__ = ["KernelFunction", "has_support", "is_whole", "load", "load_artifact"]
+__all__ = ["KernelFunction", "has_support", "is_whole", "load", "load_artifact", "loaded_from"]
 
 KernelFunction = Callable[..., Any]
 
@@ -66,6 +66,11 @@ def load_artifact(root: Path, id: str, arch: str, spec_key: str) -> KernelFuncti
     """As `load`, by its id in the registry folder `root`: of an artifact that no manifest need name."""
     registry = Registry(root)
     return load(registry, registry.root / "artifacts" / id, arch, spec_key)
+
+
+def loaded_from() -> list[Path]:
+    """The artifacts that this process has loaded, in that order: which registries serve it."""
+    return [Path(path) for path in _loaded]
 
 
 def is_whole(root: Path, id: str) -> bool:

@@ -45,8 +45,9 @@ def problems(spec: KernelSpec, arch: str) -> list[Problem]:
     if isinstance(spec, IntracardPreScanSpec):
         return [Problem(1, 8192, HV, HV, segments) for segments, HV in ((8, 4), (16, 8), (8, 32))]
     if isinstance(spec, IntracardMergeSpec):
-        return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (1, 24, 8), (1, 40, 8),
-                                                                           (4, 32, 8))]  # fmt: skip
+        # Tiles of 8 columns fill 132 processors twice at 16 heads, tiles of 16 at 32: sizes on both sides of where that ends.
+        return [Problem(N, 8192, HV, HV, segments) for N, HV, segments in ((1, 4, 32), (1, 16, 16), (1, 20, 16), (1, 32, 8),
+                                                                           (1, 40, 8), (4, 32, 8))]  # fmt: skip
     if isinstance(spec, RecurrentDecodeSpec):
         return [Problem(batch, 1, 32, 32) for batch in (1, 8, 24, 64, 256)]
     return []
@@ -62,7 +63,7 @@ def held_out_problems(spec: KernelSpec) -> list[Problem]:
     if isinstance(spec, IntracardPreScanSpec):
         return [Problem(1, 8192, HV, HV, segments) for segments, HV in ((12, 4), (6, 16))]
     if isinstance(spec, IntracardMergeSpec):
-        return [Problem(1, 8192, HV, HV, segments) for HV, segments in ((8, 16), (32, 8))]
+        return [Problem(1, 8192, HV, HV, segments) for HV, segments in ((8, 16), (24, 8), (48, 8))]
     if isinstance(spec, RecurrentDecodeSpec):
         return [Problem(batch, 1, 32, 32) for batch in (2, 16, 32, 128)]
     return []

@@ -3,7 +3,8 @@
     {"spec": KEY, "schedule": {...}, "size": INT, "problem": {...}, "status": "ok", "time_ms": FLOAT, "error": FLOAT,
      "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL}
 
-Lines are only ever appended. A process that dies while it writes leaves a torn one, which is no record and is passed over.
+Lines are only ever appended. A process that dies while it writes leaves a torn one, the beginning of a record or zeros: it is
+no record and is passed over.
 """
 
 from __future__ import annotations
@@ -97,8 +98,11 @@ def read_timings(path: Path) -> list[Timing]:
     for number, line in enumerate(lines, 1):
         try:
             given = json.loads(line)
-        except (ValueError, RecursionError):  # torn, or empty
-            continue
+        except (ValueError, RecursionError):
+            if line.strip(b"\0 \t") and not line.startswith(b"{"):
+                where = f"{path} line {number}: no record, and not the beginning of one: {line[:40]!r}"
+                raise TimingsError(f"{where}: remove the line, or tune anew") from None
+            continue  # torn, or empty
         try:
             found.append(_record(given))
         except ValueError as error:

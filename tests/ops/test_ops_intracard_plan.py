@@ -166,6 +166,14 @@ def test_of_the_cuts_that_are_about_as_fast_the_one_into_fewest_segments() -> No
     assert 20 < cuts < 80
 
 
+def test_copies_of_a_pool_are_told() -> None:
+    own, pooled = dense(128, 4), dataclasses.replace(dense(128, 4), pooled=True)
+    assert "pool" not in plan_split(own, H200).reason and plan_split(own, H200).segments > 1
+    assert "100 us more for copies of the pool" in plan_split(pooled, H200).reason
+    long = plan_split(dataclasses.replace(dense(1000, 4), pooled=True), H200)
+    assert long.segments > 1 and "100 us of them for copies of the pool, instead of" in long.reason
+
+
 def test_a_plan_is_a_value() -> None:
     assert plan_split(dense(128, 4), H200) is plan_split(dense(128, 4), Device(132))
     assert hash(plan_split(dense(128, 4), H200)) == hash(dataclasses.replace(plan_split(dense(128, 4), H200)))

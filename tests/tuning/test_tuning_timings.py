@@ -37,8 +37,16 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
         assert read_timings(write(tmp_path / "middle", line, line[:cut], line, "")) == [Timing(**RECORD)] * 2
     assert read_timings(write(tmp_path / "last", line)) == [Timing(**RECORD)]  # whole, but for its end
     assert read_timings(write(tmp_path / "empty")) == []
-    (tmp_path / "bytes").write_bytes(line.encode() + b"\n\xff\xfe\x00")
-    assert read_timings(tmp_path / "bytes") == [Timing(**RECORD)]
+    (tmp_path / "zeros").write_bytes(line.encode() + b"\n" + bytes(4096) + b"\n" + line.encode())  # a machine that lost power
+    assert read_timings(tmp_path / "zeros") == [Timing(**RECORD)] * 2
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe\x00", b"<<<<<<< HEAD", b"time_ms 0.1"])
+def test_what_no_tuner_writes_is_named(tmp_path: Path, garbage: bytes) -> None:
+    line = json.dumps(RECORD).encode()
+    (tmp_path / "t").write_bytes(b"\n".join((line, garbage, line)))
+    with pytest.raises(TimingsError, match="t line 2: no record, and not the beginning of one"):
+        read_timings(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
