@@ -67,7 +67,7 @@ def run_tasks(
             task = waiting.pop()
             busy.append(_Worker(process, ours, task))
         theirs.close()
-        ours.send(task)
+        _send(ours, task)
 
     with tempfile.TemporaryDirectory(prefix="kda-tl-", ignore_cleanup_errors=True) as scratch:
         try:
@@ -88,7 +88,7 @@ def run_tasks(
                     else:
                         if waiting:
                             worker.task = waiting.pop()
-                            worker.pipe.send(worker.task)
+                            _send(worker.pipe, worker.task)
                         else:
                             busy.remove(worker)
                             worker.pipe.close()
@@ -96,6 +96,12 @@ def run_tasks(
                     yield Outcome(task, result, error)
         finally:
             _stop(busy)
+
+
+def _send(pipe: Connection, task: Any) -> None:
+    """A worker that has died meanwhile, out of memory, is found out where its answer is awaited."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        pipe.send(task)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +65,10 @@ class Op:
 
     def called(self, name: str) -> str:
         return self.names.get(name, name)
+
+    def tensors(self, a: tuple[object, ...], fields: Iterable[str]) -> Iterator[tuple[str, Tensor | None]]:
+        """What the function calls those fields of its arguments, each with its value."""
+        return ((self.called(name), getattr(a, name)) for name in fields)
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
-from kda_tl.runtime.environment import CHECK, check_setting
+from kda_tl.runtime.environment import check_setting, values_checked
 
 __all__ = [
     "check_cu_seqlens",
     "check_decay",
+    "check_decays",
     "check_dense",
     "check_dtype",
     "check_null_index",
@@ -22,8 +24,10 @@ __all__ = [
     "check_written",
     "checks_values",
     "host_offsets",
+    "live_rows",
     "mark_written",
     "narrowed",
+    "refuse_gradients",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -94,8 +98,33 @@ def check_written(name: str, tensor: torch.Tensor, negated: bool = False) -> Non
 
 
 def checks_values(tensor: torch.Tensor) -> bool:
-    """KDA_TL_CHECK=1: what the device alone knows is waited for and checked; no graph may be captured meanwhile."""
-    return check_setting() == CHECK and not isinstance(tensor, FakeTensor)
+    """KDA_TL_CHECK=1: what the device alone knows is waited for and checked; no graph may be captured meanwhile.
+
+    Raises ValueError where KDA_TL_CHECK is neither 0 nor 1.
+    """
+    return check_setting() is not None and values_checked() and not isinstance(tensor, FakeTensor)
+
+
+def live_rows(state_indices: torch.Tensor, slots: int, null_index: int | None) -> list[int]:
+    """The rows whose slot is in the pool; the others are padding. Waits for a device. No slot may be named twice."""
+    named = state_indices.tolist()
+    live = [row for row, slot in enumerate(named) if 0 <= slot < slots and slot != null_index]
+    if len({named[row] for row in live}) != len(live):
+        raise ValueError(f"state_indices must not name a slot twice, got {[named[row] for row in live]}")
+    return live
+
+
+def refuse_gradients(tensors: Iterable[tuple[str, torch.Tensor | None]], why: str) -> None:
+    """Neither mode of differentiation may lose an input in silence: NotImplementedError where one of them would.
+
+    why: as in "q requires a gradient and WHY".
+    """
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    for name, tensor in tensors:
+        if tensor is None:
+            continue
+        if (backward and tensor.requires_grad) or (forward and forward_ad.unpack_dual(tensor).tangent is not None):
+            raise NotImplementedError(f"{name} requires a gradient and {why}: call it under torch.no_grad(), or detach {name}")
 
 
 def check_decay(name: str, g: torch.Tensor) -> None:
@@ -105,6 +134,18 @@ def check_decay(name: str, g: torch.Tensor) -> None:
             f"{name} must be a natural-log decay <= 0, got {g.max().item():g}: "
             "pass log(decay), or use_gate_in_kernel=True for a raw gate input"
         )
+
+
+def check_decays(name: str, g: torch.Tensor, offsets: torch.Tensor | None, live: Sequence[int] | None) -> None:
+    """`check_decay` of what belongs to a sequence, one of those `live` where given. g [B, T, ...]; offsets: of a pack, on the
+    host."""
+    if offsets is None:
+        check_decay(name, g if live is None else g[live])
+        return
+    ends = offsets.tolist()
+    spans = [(0, ends[-1])] if live is None else [(ends[row], ends[row + 1]) for row in live]
+    for first, last in spans:
+        check_decay(name, g[:, first:last])
 
 
 def mark_written(tensor: torch.Tensor) -> None:

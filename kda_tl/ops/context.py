@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from kda_tl.ops.checks import check_shape, check_tensors
+from kda_tl.ops.checks import check_shape, check_tensors, refuse_gradients
 from kda_tl.reference import segment_affine
 
 __all__ = [
@@ -146,15 +146,6 @@ class Turn:
             with suppress(Exception):  # the op's own error is the one to see
                 self.context.withdraw(self.op, error, self.device)
 
-    def refuse_gradients(self, **tensors: Tensor | None) -> None:
-        """NotImplementedError where one of them requires a gradient: no gradient crosses from one process to another."""
-        for name, tensor in tensors.items():
-            if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
-                raise NotImplementedError(
-                    f"{name} requires a gradient and {self.op} with cp_context has no backward: "
-                    f"call it under torch.no_grad(), or detach {name}"
-                )
-
     def initial_state(
         self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, maps: SegmentMaps | None = None
     ) -> Tensor | None:
@@ -166,7 +157,8 @@ class Turn:
 
         Returns [N, HV, K, V] float32, or None where all are zero. initial_state itself is never written to.
         """
-        self.refuse_gradients(k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+        given = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+        refuse_gradients(given.items(), f"{self.op} with cp_context has no backward")
         context = self.context
         sizes = (v.shape[2], k.shape[3], v.shape[3])
         with torch.no_grad():

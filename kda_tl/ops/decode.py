@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_tl.ops.arguments import Op
-from kda_tl.ops.decode_checks import DecodeArguments, check, check_options, refuse_gradients
+from kda_tl.ops.checks import refuse_gradients
+from kda_tl.ops.decode_checks import TENSORS, DecodeArguments, check, check_options
 from kda_tl.ops.decode_launch import Decision, allocate, carry_out, decide
 from kda_tl.ops.known import Known, any_mode, is_plain, offsets_known, traits
 from kda_tl.ops.plan import Launch, Plan, counted
 from kda_tl.ops.repeated import Candidate, recognising
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import CHECK, check_setting
+from kda_tl.runtime.environment import UNCHECKED, check_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 
 __all__ = ["DecodeArguments", "key_of", "known", "plan", "public", "refuse_unknown"]
@@ -71,7 +72,7 @@ def run(op: Op, a: DecodeArguments, watch: Candidate | None = None) -> Results:
         if key is not None:
             _known.put(key, decision)
     if forward_ad._current_level >= 0:
-        refuse_gradients(op, a)
+        _refuse_gradients(op, a)
     return carry_out(decision, a, watch)
 
 
@@ -104,7 +105,7 @@ def refuse_unknown(op: Op, given: dict[str, Any], known: tuple[str, ...] = ()) -
 
 def key_of(op: Op, a: DecodeArguments) -> object:
     """All that checks and decisions depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() == CHECK:
+    if check_setting() not in UNCHECKED:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, a[:13]):
@@ -119,9 +120,13 @@ def key_of(op: Op, a: DecodeArguments) -> object:
     return tuple(key)
 
 
+def _refuse_gradients(op: Op, a: DecodeArguments) -> None:
+    refuse_gradients(op.tensors(a, TENSORS), f"{op.name} has no backward")
+
+
 def _decided(op: Op, a: DecodeArguments) -> Decision:
     p = check(op, a)
-    refuse_gradients(op, a)
+    _refuse_gradients(op, a)
     return decide(op, p, a)
 
 
@@ -158,12 +163,12 @@ def _register(op: Op) -> None:
         return allocate(check(op, a, fake=True), a, a.v.dtype)[0]
 
     def gradient(*values: Any) -> Any:
-        refuse_gradients(op, DecodeArguments(*values))
+        _refuse_gradients(op, DecodeArguments(*values))
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.kda_tl, op.name).default(*values)
 
     def gradient_in_place(*values: Any) -> Any:
-        refuse_gradients(op, DecodeArguments(*values))
+        _refuse_gradients(op, DecodeArguments(*values))
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.kda_tl, op.name + "_in_place").default(*values)
 

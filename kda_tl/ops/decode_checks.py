@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kda_tl.ops.arguments import Op
 from kda_tl.ops.checks import (
     check_cu_seqlens,
-    check_decay,
+    check_decays,
     check_dense,
     check_dtype,
     check_null_index,
@@ -22,13 +21,14 @@ from kda_tl.ops.checks import (
     check_tensors,
     check_written,
     checks_values,
+    live_rows,
 )
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.decode import RecurrentDecodeSpec, decode_specs
 from kda_tl.specs.gates import GateForm, gate_form
 from kda_tl.specs.sizes import problem_size
 
-__all__ = ["FLOAT_DTYPES", "DecodeArguments", "DecodeProblem", "check", "check_options", "dtype_name", "refuse_gradients"]
+__all__ = ["FLOAT_DTYPES", "DecodeArguments", "DecodeProblem", "check", "check_options", "dtype_name"]
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 V_MULTIPLE = 8
@@ -208,19 +208,15 @@ def _check_optional(
 
 def _check_values(op: Op, a: DecodeArguments, T: int) -> None:
     """What a device alone knows. A slot that is out of range is a null slot, so only names given twice are wrong."""
-    last = T
+    live = None
+    if a.state_indices is not None and a.initial_state is not None:
+        live = live_rows(a.state_indices, a.initial_state.shape[0], a.null_index)
+    offsets = None
     if a.cu_seqlens is not None:
         offsets = a.cu_seqlens.cpu()
         check_cu_seqlens(offsets, a.cu_seqlens_cpu, 1, T, offsets.device)
-        last = int(offsets[-1])
-    live: list[int] | slice = slice(None)
-    if a.state_indices is not None and a.initial_state is not None:
-        slots, named = range(a.initial_state.shape[0]), a.state_indices.tolist()
-        live = [row for row, slot in enumerate(named) if slot in slots and slot != a.null_index]
-        if len({named[row] for row in live}) != len(live):
-            raise ValueError(f"state_indices must not name a slot twice, got {[named[row] for row in live]}")
     if a.g is not None and not a.use_gate_in_kernel:
-        check_decay(op.called("g"), a.g[live] if a.cu_seqlens is None else a.g[:, :last])
+        check_decays(op.called("g"), a.g, offsets, live)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -245,17 +241,3 @@ def _spec(arch: str, q_name: str, K: int, dtype: torch.dtype, state_dtype: torch
         f"{q_name} must have a dtype that is served together with that of initial_state: for K = {K}, {served}; "
         f"got {name} with {dtype_name(state_dtype)} states"
     )
-
-
-def refuse_gradients(op: Op, a: DecodeArguments) -> None:
-    """Neither mode of differentiation may lose an input in silence. Raises NotImplementedError."""
-    grad_mode, forward_mode = torch.is_grad_enabled(), forward_ad._current_level >= 0
-    for name in TENSORS:
-        tensor = getattr(a, name)
-        if tensor is None:
-            continue
-        if (grad_mode and tensor.requires_grad) or (forward_mode and forward_ad.unpack_dual(tensor).tangent is not None):
-            called = op.called(name)
-            raise NotImplementedError(
-                f"{called} requires a gradient and {op.name} has no backward: call it under torch.no_grad(), or detach {called}"
-            )

@@ -283,7 +283,7 @@ class DeltaLogCache:
         if null_index is not None:
             used &= indices != null_index
         if self.device.type == "cpu" and indices[used].unique().numel() != int(used.sum()):
-            raise ValueError(f"state_indices must name every slot once, got {indices.tolist()}")
+            raise ValueError(f"state_indices must not name a slot twice, got {indices.tolist()}")
         # One cell per slot and one for the rest: no two requests meet, and nothing waits for the device.
         taken = torch.zeros(self.slots + 1, dtype=torch.int32, device=self.device)
         taken.scatter_(0, torch.where(used, indices, self.slots), narrowed(drops))
@@ -318,7 +318,7 @@ class DeltaLogCache:
             if low < 0 or high >= self.slots:
                 raise ValueError(f"{name} must be from 0 to {self.slots - 1}, got {low if low < 0 else high}")
             if distinct and given.unique().numel() != given.numel():
-                raise ValueError(f"{name} must name every slot once, got {given.tolist()}")
+                raise ValueError(f"{name} must not name a slot twice, got {given.tolist()}")
         return given.to(self.device, torch.int64)
 
 

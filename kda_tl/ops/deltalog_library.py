@@ -24,6 +24,8 @@ from kda_tl.ops.checks import (
     check_shape,
     check_tensors,
     checks_values,
+    live_rows,
+    refuse_gradients,
 )
 from kda_tl.ops.deltalog_cache import FLOAT_DTYPES, DeltaLogCache, Storage, storage_of
 from kda_tl.ops.deltalog_launch import Call, launch, launches, prep_size
@@ -31,7 +33,7 @@ from kda_tl.ops.known import Known, any_mode, is_plain, traits
 from kda_tl.ops.plan import Plan
 from kda_tl.ops.repeated import Candidate, Repeated, presented
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import CHECK, check_setting
+from kda_tl.runtime.environment import UNCHECKED, check_setting
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
 
 __all__ = ["DeltaLogArguments", "plan", "public"]
@@ -114,11 +116,11 @@ def run(op: Op, cache: DeltaLogCache, a: DeltaLogArguments, watch: Candidate | N
             call = getattr(torch.ops.kda_tl, op.name).default
             return cast(Tensor, call(*a, *cache.stored, cache.state_v_first, cache.merge_every, cache.launches))
         check(op, cache, a)
-        refuse_gradients(op, a)
+        _refuse_gradients(op, a)
         if key is not None:
             _checked.put(key, True)
     elif forward_ad._current_level >= 0:
-        refuse_gradients(op, a)
+        _refuse_gradients(op, a)
     return carry_out(op, cache, a, watch)
 
 
@@ -142,7 +144,7 @@ def plan(op: Op, given: tuple[DeltaLogCache, DeltaLogArguments]) -> Plan:
 
 def carry_out(op: Op, cache: DeltaLogCache | Storage, a: DeltaLogArguments, watch: Candidate | None = None) -> Tensor:
     if cache.device.type == "cpu":
-        _check_distinct(a.state_indices, cache.slots, a.null_index)
+        live_rows(a.state_indices, cache.slots, a.null_index)
     T, K = a.q.shape[1], a.q.shape[3]
     o = torch.empty((a.q.shape[0], T, cache.HV, cache.V), dtype=cache.dtype, device=cache.device)
     if o.numel() > 0:
@@ -169,7 +171,7 @@ def _gate(a: DeltaLogArguments) -> GateForm:
 
 def _key(op: Op, cache: DeltaLogCache, a: DeltaLogArguments) -> object:
     """All that checks depend on; None where they depend on more, or the call is not plain."""
-    if check_setting() == CHECK or not isinstance(cache, DeltaLogCache):
+    if check_setting() not in UNCHECKED or not isinstance(cache, DeltaLogCache):
         return None
     key: list[object] = [op.name, cache.rule, cache.device, cache.arch, cache.dtype, cache.HV, cache.K, cache.V, cache.capacity]
     if not traits(key, a[:10]):
@@ -261,25 +263,11 @@ def check(op: Op, cache: DeltaLogCache | Storage, a: DeltaLogArguments, fake: bo
         counted = torch.full_like(a.state_indices, T) if a.valid is None else a.valid
         live = (a.state_indices >= 0) & (a.state_indices < cache.slots) & (a.state_indices != a.null_index)
         check_decay(g_name, g[live[:, None] & (torch.arange(T, device=g.device) < counted[:, None])])
-    _check_distinct(a.state_indices, cache.slots, a.null_index)
+    live_rows(a.state_indices, cache.slots, a.null_index)
 
 
-def _check_distinct(state_indices: Tensor, slots: int, null_index: int | None) -> None:
-    used = [i for i in state_indices.tolist() if 0 <= i < slots and i != null_index]
-    if len(set(used)) != len(used):
-        raise ValueError(f"state_indices must name every slot once, got {used}")
-
-
-def refuse_gradients(op: Op, a: DeltaLogArguments) -> None:
-    """Neither mode of differentiation may lose an input in silence. Raises NotImplementedError."""
-    grad_mode, forward_mode = torch.is_grad_enabled(), forward_ad._current_level >= 0
-    for name, tensor in zip(TENSORS, a[:10]):
-        if tensor is None:
-            continue
-        if (grad_mode and tensor.requires_grad) or (forward_mode and forward_ad.unpack_dual(tensor).tangent is not None):
-            raise NotImplementedError(
-                f"{op.called(name)} requires a gradient and decode has none: call it under torch.no_grad(), or detach it"
-            )
+def _refuse_gradients(op: Op, a: DeltaLogArguments) -> None:
+    refuse_gradients(op.tensors(a, TENSORS), f"{op.name} has no backward")
 
 
 # -- registration --------------------------------------------------------------------------------------------------------
@@ -301,7 +289,7 @@ def _register(op: Op) -> None:
         return torch.empty((*a.q.shape[:2], cache.HV, cache.V), dtype=a.v.dtype, device=a.v.device)
 
     def gradient(*values: Any) -> Tensor:
-        refuse_gradients(op, DeltaLogArguments(*values[:count]))
+        _refuse_gradients(op, DeltaLogArguments(*values[:count]))
         with torch._C._AutoDispatchBelowAutograd():
             return cast(Tensor, getattr(torch.ops.kda_tl, op.name).default(*values))
 

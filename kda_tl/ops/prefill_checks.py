@@ -11,7 +11,7 @@ from torch import Tensor
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
 from kda_tl.ops.checks import (
     check_cu_seqlens,
-    check_decay,
+    check_decays,
     check_dense,
     check_dtype,
     check_null_index,
@@ -20,6 +20,7 @@ from kda_tl.ops.checks import (
     check_tensors,
     check_written,
     checks_values,
+    live_rows,
 )
 from kda_tl.ops.offered import CHUNK_SIZES, DTYPES, MAX_HEAD_DIM_K, MAX_HEAD_DIM_V
 from kda_tl.runtime import dispatcher
@@ -216,21 +217,16 @@ def _check_state(a: Arguments, state: Tensor, N: int, HV: int, K: int, V: int) -
 def check_on_device(op: Op, a: Arguments, problem: Problem) -> None:
     """The values that a device alone knows, where KDA_TL_CHECK=1: waits for it, so not while a CUDA graph is captured.
 
-    Raises ValueError for a decay above 0, wrong offsets, or a slot that is not in the pool or is named twice.
+    Raises ValueError for a decay above 0, wrong offsets, or a slot that is named twice. Padding may hold any decays.
     """
     if not checks_values(a.q):
         return
-    last = problem.T
+    live = None
+    if a.state_indices is not None and a.initial_state is not None:
+        live = live_rows(a.state_indices, a.initial_state.shape[0], a.null_index)
+    offsets = None
     if a.cu_seqlens is not None:
         offsets = a.cu_seqlens.cpu()
         check_cu_seqlens(offsets, a.cu_seqlens_cpu, problem.B, problem.T, offsets.device)
-        last = int(offsets[-1])
     if a.g is not None and not a.use_gate_in_kernel:
-        check_decay(op.called("g"), a.g[:, :last])
-    if a.state_indices is not None and a.initial_state is not None:
-        slots = [slot for slot in a.state_indices.tolist() if slot != a.null_index]
-        for slot in slots:
-            if not 0 <= slot < a.initial_state.shape[0]:
-                raise ValueError(f"state_indices must be from 0 to {a.initial_state.shape[0] - 1}, or null_index, got {slot}")
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"state_indices must not name a slot twice, got {slots}")
+        check_decays(op.called("g"), a.g, offsets, live)

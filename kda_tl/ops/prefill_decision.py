@@ -21,7 +21,7 @@ from kda_tl.ops.known import Known, offsets_known, traits
 from kda_tl.ops.offered import shipped_k, v_runs
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, Problem
 from kda_tl.runtime import dispatcher
-from kda_tl.runtime.environment import CHECK, check_setting, registry_setting
+from kda_tl.runtime.environment import UNCHECKED, check_setting, registry_setting
 from kda_tl.runtime.errors import UnsupportedDevice
 from kda_tl.runtime.fused import Fused
 from kda_tl.specs.gates import BetaForm, GateForm, gate_form
@@ -134,7 +134,7 @@ def key_of(op: Op, a: Arguments) -> object:
 
     Not plain: a subclass of Tensor, a gradient to record, or values to check on the device (KDA_TL_CHECK).
     """
-    if check_setting() == CHECK:
+    if check_setting() not in UNCHECKED:
         return None
     key: list[object] = [op.name]
     if a.q is None or not traits(key, (*a[:11], a.state_indices), aligned=4):

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from kda_tl.ops import gradients
 from kda_tl.ops.arguments import TENSORS, Arguments, Op
-from kda_tl.ops.checks import host_offsets
+from kda_tl.ops.checks import host_offsets, refuse_gradients
 from kda_tl.ops.context import Turn, context_place, has_context
 from kda_tl.ops.known import any_mode, is_plain
 from kda_tl.ops.prefill import Results, allocate, carry_out, decided
@@ -56,7 +56,7 @@ def public(op: Op) -> Callable[[Callable[P, Arguments]], Callable[P, tuple[Tenso
                 a = made(*turn.args, **turn.kwargs)
                 check_options(op, a)
                 check_types(op, a)
-                refuse_gradients(op, a, "with cp_context has no backward")
+                _refuse_gradients(op, a, "with cp_context has no backward")
                 return run(op, receive(op, a, turn))
 
         return recognising(op, arguments, compute)
@@ -82,7 +82,7 @@ def run(op: Op, a: Arguments, watch: Candidate | None = None) -> Any:
         if key is not None:
             remember(key, decision)
     if forward_ad._current_level >= 0:
-        refuse_gradients(op, a, "has no forward-mode derivative")
+        _refuse_gradients(op, a, "has no forward-mode derivative")
     o, final, states = carry_out(decision, a, watch)
     if states is not None and a.cu_seqlens is not None:
         states = _without_spare(a.cu_seqlens, a.cu_seqlens_cpu, states)
@@ -114,21 +114,8 @@ def _call(op: Op, a: Arguments) -> Results:
     return o, final, states
 
 
-def refuse_gradients(op: Op, a: Arguments, why: str) -> None:
-    """Neither mode of differentiation may lose an input in silence.
-
-    Raises NotImplementedError where one requires a gradient.
-    """
-    for name in TENSORS:
-        tensor = getattr(a, name)
-        if tensor is None:
-            continue
-        tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
-        if tangent is not None or (torch.is_grad_enabled() and tensor.requires_grad):
-            called = op.called(name)
-            raise NotImplementedError(
-                f"{called} requires a gradient and {op.name} {why}: call it under torch.no_grad(), or detach {called}"
-            )
+def _refuse_gradients(op: Op, a: Arguments, why: str) -> None:
+    refuse_gradients(op.tensors(a, TENSORS), f"{op.name} {why}")
 
 
 def _forward_of(op: Op, a: Arguments) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -181,16 +168,16 @@ def register(op: Op) -> None:
         tensors = {name: getattr(a, name) for name in gradients.TENSORS}
         if gradients.needs_gradient(tensors):
             if a.return_intermediate_states:
-                refuse_gradients(op, a, "with return_intermediate_states has no backward")
+                _refuse_gradients(op, a, "with return_intermediate_states has no backward")
             o, final = gradients.differentiable(_forward_of(op, a), tensors, _recomputation(op, a))
             return o, absent(final, a), absent(None, a)
-        refuse_gradients(op, a, "has no forward-mode derivative")
+        _refuse_gradients(op, a, "has no forward-mode derivative")
         with torch._C._AutoDispatchBelowAutograd():
             found: tuple[Tensor, Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name).default(*values)
         return found
 
     def gradient_in_place(*values: Any) -> tuple[Tensor, Tensor]:
-        refuse_gradients(op, Arguments(*values), "writes its states in place, which has no backward")
+        _refuse_gradients(op, Arguments(*values), "writes its states in place, which has no backward")
         with torch._C._AutoDispatchBelowAutograd():
             found: tuple[Tensor, Tensor] = getattr(torch.ops.kda_tl, op.name + "_in_place").default(*values)
         return found

@@ -27,7 +27,7 @@ from kda_tl.ops.decode_checks import DecodeArguments
 from kda_tl.ops.known import Known
 from kda_tl.runtime.counters import counts
 from kda_tl.runtime.dispatcher import assumed_arch
-from kda_tl.runtime.environment import CHECK, arch_setting, check_setting, registry_setting
+from kda_tl.runtime.environment import UNCHECKED, arch_setting, check_setting, registry_setting
 from kda_tl.runtime.fused import Watch, native
 from kda_tl.runtime.ranges import annotate_op
 
@@ -156,7 +156,7 @@ class Repeated:
         them; with `arguments`, offsets are found by name.
         """
         if (
-            check_setting() == CHECK
+            check_setting() not in UNCHECKED
             or dispatch_modes() > 0
             or transforms() is not None
             or forward_ad._current_level >= 0

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import tarfile
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -65,7 +65,8 @@ def export_bundle(registry: Registry, file: Path, archs: Sequence[str] | None = 
     members = [registry.root / "manifest" / f"{name}.json" for name in sorted(names)]
     members += [path for folder in folders for path in sorted(folder.iterdir())]
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as error:
         raise RegistryError(f"cannot write to {file.parent}: {error.strerror}") from None
     try:
@@ -78,8 +79,7 @@ def export_bundle(registry: Registry, file: Path, archs: Sequence[str] | None = 
                         tar.addfile(info, content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        result = Bundled(file, _sha256(Path(temporary)), _counts(manifests), len(folders), os.path.getsize(temporary))
+        result = Bundled(file, _sha256(temporary), _counts(manifests), len(folders), os.path.getsize(temporary))
         os.replace(temporary, file)
         return result
     except BaseException:
@@ -189,9 +189,3 @@ def _sha256(file: Path) -> str:
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}") from None
     return digest.hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

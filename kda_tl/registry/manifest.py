@@ -125,7 +125,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     data["artifacts"] = {key: dict(sorted(manifest.artifacts[key].items())) for key in sorted(manifest.artifacts)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

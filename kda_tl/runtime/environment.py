@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["CHECK", "VARIABLES", "arch_setting", "check_setting", "nvtx", "on_miss", "registry_setting"]
+__all__ = ["UNCHECKED", "VARIABLES", "arch_setting", "check_setting", "nvtx", "on_miss", "registry_setting", "values_checked"]
 
 VARIABLES = {
     "KDA_TL_REGISTRY": "registry folders, searched before all others",
     "KDA_TL_ARCH": "arch for cuda tensors, instead of the device's own",
     "KDA_TL_ON_MISS": "error (default) or build: what a call does that finds no artifact",
+    "KDA_TL_CHECK": "1: ops check values that a device alone knows, and wait for it",
     "KDA_TL_NVTX": "1: ranges with the names of ops and kernels, for profilers",
 }
 """Every variable that the runtime reads."""
@@ -30,16 +31,26 @@ def _raw(name: str) -> Callable[[], object]:
     return partial(os.environ.get, name)
 
 
+def _raw_value(value: str) -> object:
+    """What `_raw` reads where a variable has that value."""
+    return os.environ.encodevalue(value) if isinstance(getattr(os.environ, "_data", None), dict) else value
+
+
 registry_setting = _raw("KDA_TL_REGISTRY")
 arch_setting = _raw("KDA_TL_ARCH")
 check_setting = _raw("KDA_TL_CHECK")
-CHECK: object = os.environ.encodevalue("1") if isinstance(getattr(os.environ, "_data", None), dict) else "1"
-"""What `check_setting` gives where KDA_TL_CHECK=1."""
+UNCHECKED: tuple[object, ...] = (None, *(_raw_value(value) for value in ("", "0")))
+"""What `check_setting` gives where KDA_TL_CHECK is off. All else goes through the checks, which refuse what is not 1."""
 
 
 def on_miss() -> str:
     """KDA_TL_ON_MISS: "error" or "build". Raises ValueError for anything else."""
     return _one_of("KDA_TL_ON_MISS", {"": "error", "error": "error", "build": "build"})
+
+
+def values_checked() -> bool:
+    """KDA_TL_CHECK: whether ops check what a device alone knows. Raises ValueError for anything but 0 and 1."""
+    return _one_of("KDA_TL_CHECK", {"": "0", "0": "0", "1": "1"}) == "1"
 
 
 def nvtx() -> bool:

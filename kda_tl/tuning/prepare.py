@@ -19,7 +19,16 @@ from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 from kda_tl.specs.schedules import Schedule, schedule_for
 from kda_tl.tuning.problems import problems, size_of
-from kda_tl.tuning.problems_plan import Plan, PlanError, PlannedCandidate, PlannedProblem, PlannedSpec, read_plan, write_plan
+from kda_tl.tuning.problems_plan import (
+    PLAN,
+    Plan,
+    PlanError,
+    PlannedCandidate,
+    PlannedProblem,
+    PlannedSpec,
+    read_plan,
+    write_plan,
+)
 
 __all__ = ["prepare", "representative"]
 
@@ -81,7 +90,7 @@ def prepare(
 
     Raises:
         BuildError: TileLang or a compiler is missing.
-        PlanError: the folder's plan is of another arch.
+        PlanError: the folder is a registry, or its plan is damaged or of another arch.
     """
     shipped = default_specs(arch)
     wanted = {representative(spec, arch) for spec in (shipped if specs is None else specs)}
@@ -93,6 +102,7 @@ def prepare(
             untuned[spec.key] = by
         elif by in wanted:
             groups.setdefault(by, []).extend([] if by == spec else [spec])
+    _refuse_registry(folder)
     kept = _planned_before(folder, arch, {spec.key for spec in groups})
     in_force = {spec: _in_force(spec, arch) for spec in groups}
     listed = {spec: _listed(spec, arch, in_force[spec]) for spec in groups}
@@ -117,11 +127,19 @@ def prepare(
     return plan
 
 
+def _refuse_registry(folder: Path) -> None:
+    """What no plan names is removed from the folder: it must not be what a manifest names."""
+    if Registry(folder).entries():
+        raise PlanError(f"{folder} is a registry of built kernels: name a folder of its own for candidates")
+
+
 def _planned_before(folder: Path, arch: str, replaced: set[str]) -> list[PlannedSpec]:
+    if not (folder / PLAN).exists():
+        return []
     try:
         plan = read_plan(folder)
-    except PlanError:
-        return []
+    except PlanError as error:
+        raise PlanError(f"{error}; remove {folder} first, or name another folder") from None
     if plan.arch != arch:
         raise PlanError(f"{folder} holds candidates of {plan.arch}: name another folder for {arch}")
     return [spec for spec in plan.specs if spec.spec not in replaced]

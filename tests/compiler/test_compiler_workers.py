@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import worker_tasks
 
+from kda_tl.compiler import workers
 from kda_tl.compiler.errors import BuildError
 from kda_tl.compiler.workers import WorkerDied, run_tasks
 
@@ -58,6 +60,21 @@ def test_one_dead_worker_costs_one_task() -> None:
     }
     kinds = {task[0]: type(outcome.error) for task, outcome in by_task.items() if outcome.error is not None}
     assert kinds.pop("raise") is kinds.pop("raise strange") is BuildError and set(kinds.values()) == {WorkerDied}
+
+
+def test_a_worker_that_dies_with_its_answer_given_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next task finds nobody at the other end of the pipe."""
+    ready = workers.wait
+
+    def late(pipes: list[Connection]) -> list[object]:
+        found = ready(pipes)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(workers, "wait", late)
+    outcomes = list(run_tasks(worker_tasks.act, [("return and exit", 7), ("return", 1), ("return", 2)], 1))
+    errors = {outcome.task: str(outcome.error) for outcome in outcomes if outcome.error is not None}
+    assert len(outcomes) == 3 and errors == {("return", 1): "the compiling process ended with status 7"}
 
 
 def test_leaving_early_stops_the_workers_and_cleans_up(tmp_path: Path) -> None:

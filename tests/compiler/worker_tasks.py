@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ def act(task: tuple[str, Any]) -> Any:
         os.abort()
     if what == "kill":
         os.kill(os.getpid(), value)
+    if what == "return and exit":
+        threading.Timer(0.1, os._exit, (value,)).start()
+        return os.getpid(), value
     if what == "exit":
         os._exit(value)
     if what == "wait":  # until it is told to stop; value: the folder for what it leaves

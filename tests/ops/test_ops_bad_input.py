@@ -232,7 +232,7 @@ def test_a_linear_decay_is_refused_on_request(op: Subject, monkeypatch: pytest.M
     op.call(x)
     refused(op, {**x, name: linear}, f"^{name} must be a natural-log decay <= 0, got", ValueError)
     twice = torch.tensor([2, -1, 2, 1])
-    refused(op, {**x, "state_indices": twice}, "^state_indices must (not name a slot twice|name every slot once)", ValueError)
+    refused(op, {**x, "state_indices": twice}, "^state_indices must not name a slot twice", ValueError)
 
 
 # -- what single ops take beside the common arguments ------------------------------------------------------------------------

@@ -403,19 +403,23 @@ def test_a_gate_above_zero_is_refused_on_request(x: Inputs, cpu_kernels, checked
     kda_tl.chunk_kda(**x)
 
 
-@pytest.mark.parametrize(
-    ("slots", "message"),
-    [
-        ([0, 3], "must be from 0 to 2, or null_index, got 3"),
-        ([-2, 0], "must be from 0 to 2"),
-        ([1, 1], "must not name a slot twice"),
-    ],
-)
-def test_slots_are_checked_on_request(x: Inputs, cpu_kernels, checked, slots: list[int], message: str) -> None:
+def test_slots_are_checked_on_request(x: Inputs, cpu_kernels, checked) -> None:
+    """What is not in the pool is padding, whose decays may be anything; no slot is named twice."""
     x |= {"initial_state": torch.zeros(3, 4, 128, 128), "cu_seqlens": offsets(0, 4, 10), "null_index": -1}
+    x["g"][:, 4:] = 0.25
+    for padding in (-1, -2, 3):
+        kda_tl.chunk_kda(**x, state_indices=offsets(1, padding))
     kda_tl.chunk_kda(**x, state_indices=offsets(-1, -1))
-    with pytest.raises(ValueError, match=f"^state_indices {message}"):
-        kda_tl.chunk_kda(**x, state_indices=offsets(*slots))
+    with pytest.raises(ValueError, match=r"^g must be a natural-log decay"):
+        kda_tl.chunk_kda(**x, state_indices=offsets(-1, 1))
+    with pytest.raises(ValueError, match=r"^state_indices must not name a slot twice, got \[1, 1\]"):
+        kda_tl.chunk_kda(**x, state_indices=offsets(1, 1))
+
+
+def test_the_switch_has_two_positions(x: Inputs, cpu_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDA_TL_CHECK", "true")
+    with pytest.raises(ValueError, match="KDA_TL_CHECK must be 0 or 1, got 'true'"):
+        kda_tl.chunk_kda(**x)
 
 
 @pytest.mark.parametrize(

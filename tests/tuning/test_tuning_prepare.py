@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,21 @@ def test_a_plan_keeps_its_other_specs(compiled: list[Schedule], tmp_path: Path) 
     assert not (tmp_path / "artifacts" / "nobody's").exists(), "the folder travels: it holds what is timed, and no more"
     with pytest.raises(PlanError, match="name another folder for sm_80"):
         prepare("sm_80", tmp_path, [DECODE])
+
+
+def test_what_a_folder_holds_beside_candidates_is_not_removed(
+    compiled: list[Schedule], cpu_registry: Registry, tmp_path: Path
+) -> None:
+    from kda_tl.tuning.prepare import prepare
+
+    shutil.copytree(cpu_registry.root, tmp_path / "registry")
+    with pytest.raises(PlanError, match=r"registry is a registry of built kernels: name a folder of its own"):
+        prepare("sm_90", tmp_path / "registry", [DECODE])
+    assert Registry(tmp_path / "registry").entries("cpu") and not (tmp_path / "registry" / "plan.json").exists()
+
+    folder = tmp_path / "candidates"
+    (folder / "artifacts" / "one").mkdir(parents=True)
+    (folder / "plan.json").write_text('{"format": 99}')
+    with pytest.raises(PlanError, match=r"its format is 99.*; remove .*candidates first, or name another folder"):
+        prepare("sm_90", folder, [DECODE])
+    assert (folder / "artifacts" / "one").exists() and not compiled
