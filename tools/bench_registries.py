@@ -15,11 +15,14 @@ Exits 1 where a case is slower, 2 where not all of them could be timed; --out ha
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -30,6 +33,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 
 KINDS = ("prefill", "decode", "deltalog")
 ROUNDS, REPLAYS = 7, 12
+PATIENCE = 300  # seconds: an answer takes a few, of which the float64 recurrence is the most
+PR_SET_PDEATHSIG = 1
 
 
 def cases(only: list[str]) -> Iterator[tuple[str, ...]]:
@@ -86,6 +91,7 @@ def prepared(case: tuple[str, ...]) -> tuple[Callable[[], None], int]:
 
 def serve(pipe: Connection, registry: str) -> None:
     """A process of one registry: prepares the case that is sent, and times rounds of it for every None until the next."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it would hold the device for nobody
     os.environ["KDA_TL_REGISTRY"] = registry
     import torch
     from timing import time_ms
@@ -112,37 +118,65 @@ def serve(pipe: Connection, registry: str) -> None:
             pipe.send("ready")
 
 
-def start(registries: list[Path]) -> list[Connection]:
-    """A process of each, which ends when its pipe does."""
-    context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
-    pipes = []
-    for registry in registries:
-        ours, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, str(registry.resolve())), daemon=True).start()
+class Side:
+    """A registry and its process, which ends with this one."""
+
+    def __init__(self, registry: Path) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would not survive CUDA
+        self.registry = registry
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(registry.resolve())), daemon=True)
+        self.process.start()
         theirs.close()
-        pipes.append(ours)
-    return pipes
+
+    def send(self, message: tuple[str, ...] | None) -> None:
+        with suppress(ConnectionError):  # `receive` says how it ended
+            self.pipe.send(message)
+
+    def receive(self) -> Any:
+        """The answer. Ends the run where none comes."""
+        try:
+            if self.pipe.poll(PATIENCE):
+                return self.pipe.recv()
+            how = f"gave no answer for {PATIENCE} seconds"
+        except (EOFError, ConnectionError):
+            self.process.join()
+            how = f"ended with status {self.process.exitcode}"
+        print(f"the process of {self.registry} {how}; what it printed, if anything, says why", file=sys.stderr)
+        raise SystemExit(2)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def timed(pipes: list[Connection], case: tuple[str, ...]) -> list[float]:
+def timed(sides: list[Side], case: tuple[str, ...]) -> list[float]:
     """Milliseconds of each: medians over rounds in which they take turns."""
-    for pipe in pipes:
-        pipe.send(case)
-    for pipe in pipes:
-        pipe.recv()
-    times: list[list[float]] = [[] for _ in pipes]
+    for side in sides:
+        side.send(case)
+    for side in sides:
+        side.receive()
+    times: list[list[float]] = [[] for _ in sides]
     for turn in range(ROUNDS):
         for n in (0, 1) if turn % 2 == 0 else (1, 0):
-            pipes[n].send(None)
-            times[n].append(pipes[n].recv())
+            sides[n].send(None)
+            times[n].append(sides[n].receive())
     return [median(one) for one in times]
+
+
+def ratio(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--within", type=float, default=1.02, help="the largest ratio of after to before that passes")
+    parser.add_argument("--within", type=ratio, default=1.02, help="the largest ratio of after to before that passes")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -150,27 +184,30 @@ def main() -> None:
     for registry in registries:
         if not (registry / "manifest").is_dir():
             parser.error(f"{registry} is no registry: kda-tl build --arch ARCH --registry {registry}")
+        if os.pathsep in str(registry.resolve()):
+            parser.error(f"{registry.resolve()} must have no {os.pathsep!r} in its path, which separates registries")
+    if options.out is not None:
+        try:
+            options.out.write_text("[]")
+        except OSError as error:
+            parser.error(f"--out {options.out} cannot be written: {error.strerror}")
     from timing import need_gpu
 
     need_gpu(2)
-    pipes = start(registries)
+    sides = [Side(registry) for registry in registries]
     print(f"{'milliseconds a call':46s}   before     after  after/before", flush=True)
     rows: list[dict[str, Any]] = []
-    try:
-        for case in cases(options.only):
-            before, after = timed(pipes, case)
-            if after > options.within * before:
-                for pipe in pipes:
-                    pipe.close()
-                pipes = start(registries)
-                before, after = timed(pipes, case)
-            rows.append({"case": title(case), "before_ms": before, "after_ms": after})
-            print(f"{title(case):46s} {before:8.4f}  {after:8.4f}  {after / before:12.3f}", flush=True)
-            if options.out is not None:  # after every row: a run that is cut short leaves what it has
-                options.out.write_text(json.dumps(rows, indent=1))
-    except (EOFError, ConnectionError):
-        print("a process ended; what it printed says why", file=sys.stderr)
-        raise SystemExit(2) from None
+    for case in cases(options.only):
+        before, after = timed(sides, case)
+        if after > options.within * before:
+            for side in sides:
+                side.end()
+            sides = [Side(registry) for registry in registries]
+            before, after = timed(sides, case)
+        rows.append({"case": title(case), "before_ms": before, "after_ms": after})
+        print(f"{title(case):46s} {before:8.4f}  {after:8.4f}  {after / before:12.3f}", flush=True)
+        if options.out is not None:  # after every row: a run that is cut short leaves what it has
+            options.out.write_text(json.dumps(rows, indent=1))
     slower = [row["case"] for row in rows if row["after_ms"] > options.within * row["before_ms"]]
     print(f"{len(rows)} cases, {len(slower)} slower by more than {options.within:g}" + "".join(f"\n  {one}" for one in slower))
     raise SystemExit(1 if slower else 0)

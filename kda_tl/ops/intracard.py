@@ -62,12 +62,19 @@ class Tiling(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a device and its schedules: of each kernel the classes, smallest problems first."""
+    """What the model knows of a device and its schedules: of each kernel the classes, smallest problems first.
+
+    whole: of the scan of sequences that are not cut, where that is another one, for the states of a pool.
+    """
 
     multiprocessors: int
     scan: tuple[Tiling, ...] = (Tiling(None, 4),)
     pre_scan: tuple[Tiling, ...] = (Tiling(None, 8),)
     merge: tuple[Tiling, ...] = (Tiling(None, 8),)
+    whole: tuple[Tiling, ...] | None = None
+
+    def scan_of(self, cut: bool) -> tuple[Tiling, ...]:
+        return self.scan if cut or self.whole is None else self.whole
 
 
 def _class_of(classes: tuple[Tiling, ...], kernel: str, items: int, HV: int) -> Tiling:
@@ -146,7 +153,7 @@ def plan_split(work: Work, device: Device, forced: int | None = None) -> SplitIn
     if forced == 1:
         return SplitInfo(1, max(work.longest, 1), "intracard_segments=1", work.chunks)
     if forced is not None:
-        return _cut(work, forced, f"intracard_segments={forced}")
+        return _cut(work, forced, f"intracard_segments={forced}{', with copies of the pool' if work.pooled else ''}")
     return _planned(work, device)
 
 
@@ -154,7 +161,7 @@ def plan_split(work: Work, device: Device, forced: int | None = None) -> SplitIn
 def _planned(work: Work, device: Device) -> SplitInfo:
     if work.longest < 2:
         return SplitInfo(1, max(work.longest, 1), "no sequence is longer than a chunk", work.chunks)
-    blocks = work.N * work.HV * _class_of(device.scan, "chunk_scan", work.N, work.HV).tiles
+    blocks = work.N * work.HV * _class_of(device.scan_of(False), "chunk_scan", work.N, work.HV).tiles
     if work.chunks is None and blocks >= device.multiprocessors:
         reason = f"{blocks} blocks fill {device.multiprocessors} multiprocessors, if lengths are alike"
         return SplitInfo(1, work.longest, reason)
@@ -169,8 +176,8 @@ def _planned(work: Work, device: Device) -> SplitInfo:
     best = next((segment_chunks for segment_chunks, time in times.items() if time <= limit), None)
     if best is None:
         reason = f"{blocks} blocks on {device.multiprocessors} multiprocessors, by the model {whole:.0f} us"
-        copies = f", {POOL_US:.0f} us more for copies of the pool" if work.pooled and times else ""
-        return SplitInfo(1, work.longest, f"{reason}, and no cut is worth while{copies}", work.chunks)
+        copies = f", with {POOL_US:.0f} us for copies of the pool," if work.pooled and times else ""
+        return SplitInfo(1, work.longest, f"{reason}, and no cut{copies} is worth while", work.chunks)
     copies = f", {POOL_US:.0f} us of them for copies of the pool," if work.pooled else ""
     return _cut(work, -(-work.longest // best), f"by the model {times[best]:.0f} us{copies} instead of {whole:.0f} us")
 
@@ -185,12 +192,13 @@ def _cut(work: Work, count: int, reason: str) -> SplitInfo:
 def _microseconds(work: Work, device: Device, segment_chunks: int) -> float:
     """Of the scan, and of what cutting costs, by the model. One block of a scan runs on a multiprocessor at a time."""
     segments, HV, scans = work.segments(segment_chunks), work.HV, work.scans(segment_chunks)
-    tiling = _class_of(device.scan, "chunk_scan", scans, HV)
+    cut = segment_chunks < work.longest
+    tiling = _class_of(device.scan_of(cut), "chunk_scan", scans, HV)
     blocks = segments * HV * tiling.tiles
     # In waves where blocks are alike; else a long one may come last.
     packed = blocks * work.total / max(segments, 1) / device.multiprocessors + segment_chunks
     scan = tiling.start_us + min(_waves(blocks, device) * segment_chunks, packed) * tiling.step_us
-    if segment_chunks >= work.longest:
+    if not cut:
         return scan
     alike = work.chunks is None or work.dense
     mapped = segments - (work.N if alike else sum(n > 0 for n in work.chunks or ()))
@@ -208,21 +216,23 @@ def _waves(blocks: int, device: Device) -> int:
     return -(-blocks // device.multiprocessors)
 
 
-def device_of(scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int) -> Device:
-    """The model's view of `count` multiprocessors with the schedules that these kernels have on `arch`."""
-    return _device(scan, pre_scan, merge, arch, count, registry_setting())
+def device_of(
+    scan: ChunkScanSpec, whole: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int
+) -> Device:
+    """The model's view of `count` multiprocessors with the schedules that these kernels have on `arch`.
+
+    whole: scans sequences that are not cut.
+    """
+    return _device(scan, whole, pre_scan, merge, arch, count, registry_setting())
 
 
 @functools.cache
 def _device(
-    scan: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int, registry: object
-) -> Device:
+    scan: ChunkScanSpec, whole: ChunkScanSpec, pre_scan: IntracardPreScanSpec, merge: IntracardMergeSpec, arch: str, count: int,
+    registry: object,
+) -> Device:  # fmt: skip
     columns = scan.head_dim_v + (scan.head_dim_k if scan.delta else 0)
-    scans, pre_scans, merges = [], [], []
-    for one in dispatcher.schedule_classes(scan, arch):
-        assert isinstance(one.schedule, ChunkScanSchedule)
-        block_v, specialized = one.schedule.block_v, one.schedule.variant == "warp_specialized"
-        scans.append(Tiling(one.up_to, scan.head_dim_v // block_v, *(SCAN_US[block_v] if specialized else PLAIN_US)))
+    pre_scans, merges = [], []
     for one in dispatcher.schedule_classes(pre_scan, arch):
         assert isinstance(one.schedule, IntracardPreScanSchedule)
         specialized = one.schedule.variant == "warp_specialized"
@@ -231,7 +241,16 @@ def _device(
         assert isinstance(one.schedule, IntracardMergeSchedule)
         block_v = one.schedule.block_v
         merges.append(Tiling(one.up_to, merge.head_dim_v // block_v, *MERGE_US[block_v]))
-    return Device(count, tuple(scans), tuple(pre_scans), tuple(merges))
+    return Device(count, _tilings(scan, arch), tuple(pre_scans), tuple(merges), _tilings(whole, arch))
+
+
+def _tilings(scan: ChunkScanSpec, arch: str) -> tuple[Tiling, ...]:
+    found = []
+    for one in dispatcher.schedule_classes(scan, arch):
+        assert isinstance(one.schedule, ChunkScanSchedule)
+        block_v, specialized = one.schedule.block_v, one.schedule.variant == "warp_specialized"
+        found.append(Tiling(one.up_to, scan.head_dim_v // block_v, *(SCAN_US[block_v] if specialized else PLAIN_US)))
+    return tuple(found)
 
 
 @functools.cache

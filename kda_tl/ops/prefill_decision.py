@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -101,7 +101,7 @@ def decide(problem: Problem, a: Arguments | None = None) -> Decision:
     """
     pool = None if a is None else _pool_dtype(problem, a)
     only_whole = pool not in (None, torch.float32)  # intracard_merge reads float32 pools alone
-    split = _split(problem, a, only_whole)
+    split = _split(problem, a, pool, only_whole)
     if only_whole and split.segments > 1:
         pool = None
     pooled, state_dtype = pool is not None, pool or torch.float32
@@ -192,7 +192,7 @@ def _gate_dtype(problem: Problem, a: Arguments | None) -> torch.dtype:
     return given[0] if given and len(set(given)) == 1 and _name(given[0]) in shipped else torch.float32
 
 
-def _split(problem: Problem, a: Arguments | None, only_whole: bool) -> SplitInfo:
+def _split(problem: Problem, a: Arguments | None, pool: torch.dtype | None, only_whole: bool) -> SplitInfo:
     """How the sequences of a call are cut: `kda_tl.ops.intracard`. only_whole: kernels take the pool only if nothing is cut."""
     if not problem.arch:  # fake tensors: nothing will be launched
         return SplitInfo(1, 1, "there is no device")
@@ -226,7 +226,8 @@ def _split(problem: Problem, a: Arguments | None, only_whole: bool) -> SplitInfo
     segment_bytes = 4 * K * (2 * V + (K if scan.spec.delta else 1))
     work = Work(problem.N, problem.HV, longest, total, chunks, not problem.packed, segment_bytes, only_whole)
     count = multiprocessors(torch.device("cpu") if a is None else a.q.device, problem.arch)
-    return plan_split(work, device_of(scan.spec, scan.pre_scan, scan.merge, problem.arch, count), forced)
+    of_pool = replace(scan.spec, state_dtype=_name(pool or torch.float32))
+    return plan_split(work, device_of(scan.spec, of_pool, scan.pre_scan, scan.merge, problem.arch, count), forced)
 
 
 def _sizes(problem: Problem, split: SplitInfo) -> Sizes:

@@ -169,9 +169,18 @@ def test_of_the_cuts_that_are_about_as_fast_the_one_into_fewest_segments() -> No
 def test_copies_of_a_pool_are_told() -> None:
     own, pooled = dense(128, 4), dataclasses.replace(dense(128, 4), pooled=True)
     assert "pool" not in plan_split(own, H200).reason and plan_split(own, H200).segments > 1
-    assert "100 us more for copies of the pool" in plan_split(pooled, H200).reason
+    assert "no cut, with 100 us for copies of the pool, is worth while" in plan_split(pooled, H200).reason
+    assert plan_split(pooled, H200, 4).reason == "intracard_segments=4, with copies of the pool"
     long = plan_split(dataclasses.replace(dense(1000, 4), pooled=True), H200)
     assert long.segments > 1 and "100 us of them for copies of the pool, instead of" in long.reason
+
+
+def test_an_uncut_scan_of_a_pool_has_schedules_of_its_own() -> None:
+    """Coarser ones may be slower, so that a cut is worth while that else is not."""
+    work = dataclasses.replace(dense(192, 4), pooled=True)
+    slow = Device(132, scan=(Tiling(None, 8, 4.5, 0.95),), whole=(Tiling(None, 4, 6.5, 1.75),))
+    assert plan_split(work, dataclasses.replace(slow, whole=None)).segments == 1 < plan_split(work, slow).segments
+    assert _microseconds(work, slow, 192) == pytest.approx(6.5 + 192 * 1.75)
 
 
 def test_a_plan_is_a_value() -> None:
@@ -189,8 +198,8 @@ def test_limits() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_the_model_knows_of_a_device(arch: str) -> None:
     for delta in (True, False):
-        specs = ChunkScanSpec(delta=delta), IntracardPreScanSpec(delta=delta), IntracardMergeSpec(delta=delta)
-        device = device_of(*specs, arch, 100)
+        scan = ChunkScanSpec(delta=delta)
+        device = device_of(scan, scan, IntracardPreScanSpec(delta=delta), IntracardMergeSpec(delta=delta), arch, 100)
         assert device.multiprocessors == 100
         for classes, least in ((device.scan, 1), (device.pre_scan, 2 if delta else 1), (device.merge, 1)):
             assert all(one.tiles >= least for one in classes)
