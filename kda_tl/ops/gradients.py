@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from kda_tl.reference import beta_sigmoid, chunk_rule, kda_gate, l2norm
 from kda_tl.specs.rules import Rule
@@ -85,7 +84,8 @@ def differentiable(
 
     Returns:
         What launch returned, connected to the inputs. Gradients are those of the unrounded chunk form; tokens past
-        cu_seqlens[-1] get zero. They are for one backward: differentiating them again raises RuntimeError.
+        cu_seqlens[-1] get zero. They are for one backward: differentiating them again raises
+        NotImplementedError.
 
     Raises:
         ValueError: a name that is not in `TENSORS`.
@@ -117,18 +117,37 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = dict(zip(ctx.names, ctx.saved_tensors))
         options: Recomputation = ctx.options
         wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:]) if needed and name in options.used]
-        gradients = torch.ops.kda_tl.recompute_gradients(
-            *(tensors.get(name) for name in TENSORS), grad_o, grad_final_state, wanted, *options.rule.as_dict().values(),
-            options.scale, options.lower_bound, options.use_qk_l2norm_in_kernel, options.use_gate_in_kernel,
-            options.use_beta_sigmoid_in_kernel, options.allow_neg_eigval, options.state_v_first,
-        )  # fmt: skip
+        with torch.no_grad():
+            gradients = torch.ops.kda_tl.recompute_gradients(
+                *(tensors.get(name) for name in TENSORS), grad_o, grad_final_state, wanted, *options.rule.as_dict().values(),
+                options.scale, options.lower_bound, options.use_qk_l2norm_in_kernel, options.use_gate_in_kernel,
+                options.use_beta_sigmoid_in_kernel, options.allow_neg_eigval, options.state_v_first,
+            )  # fmt: skip
+        if torch.is_grad_enabled():  # create_graph: a second derivative may follow, by the inputs or by grad_o
+            behind = [x for x in (*ctx.saved_tensors, grad_o, grad_final_state) if x is not None and x.requires_grad]
+            gradients = _Once.apply(len(gradients), *gradients, *behind)
         found = dict(zip(wanted, gradients))
         return (None, None, None, *(found.get(name) for name in ctx.names))
+
+
+class _Once(torch.autograd.Function):
+    """The first `count` tensors, which depend on the others in a way that has no derivative."""
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("kda_tl's gradients have no derivatives of their own: detach them, or leave out create_graph")
 
 
 def recompute_gradients(

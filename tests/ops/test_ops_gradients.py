@@ -405,13 +405,29 @@ def test_an_input_that_was_changed_since_is_an_error() -> None:
         o.sum().backward()
 
 
-def test_a_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("loss", [torch.sum, lambda o: o.sin().sum()], ids=["linear", "sine"])
+def test_a_second_derivative_is_refused(name: str, loss: Callable[[Tensor], Tensor]) -> None:
+    """Also where the gradient of o is a constant: that of the input depends on the input all the same."""
     x, options = make("kda", 1, 5, 1, 1, 4, 4), Recomputation(RULES["kda"])
-    x["q"].requires_grad_()
+    x[name].requires_grad_()
     o, _ = differentiable(launcher(options), x, options)
-    (first,) = torch.autograd.grad(o.sin().sum(), x["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    (first,) = torch.autograd.grad(loss(o), x[name], create_graph=True)
+    (plain,) = torch.autograd.grad(loss(differentiable(launcher(options), x, options)[0]), x[name])
+    assert torch.equal(first, plain)
+    with pytest.raises(NotImplementedError, match="no derivatives of their own"):
+        (o.sum() + first.pow(2).sum()).backward()
+
+
+def test_a_functional_second_derivative_is_refused() -> None:
+    x, options = make("kda", 1, 5, 1, 1, 4, 4), Recomputation(RULES["kda"])
+
+    def first(k: Tensor) -> Tensor:
+        return torch.func.grad(lambda k: differentiable(launcher(options), {**x, "k": k}, options)[0].sum())(k)
+
+    assert first(x["k"]).any()
+    with pytest.raises(NotImplementedError, match="no derivatives of their own"):
+        torch.func.grad(lambda k: first(k).pow(2).sum())(x["k"])
 
 
 def test_forward_mode_is_refused_by_name() -> None:
