@@ -20,8 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import fla.layers.kda as layer_module  # noqa: E402
 import torch  # noqa: E402
+
+try:
+    import fla.layers.kda as layer_module
+except ImportError as error:
+    raise SystemExit(f"flash-linear-attention 0.6 must be installed beside kda-tl: {error}") from None
 
 import kda_tl  # noqa: E402
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm, recurrent_kda  # noqa: E402

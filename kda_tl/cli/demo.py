@@ -134,8 +134,8 @@ def _call_and_compare(inputs: dict[str, Any], plan: Plan, seed: int) -> bool:
     remark = " (the cpu is for checking, not for speed)" if plan.arch == "cpu" else ""
     click.echo(f"{plan}\n")
     click.echo(f"random inputs, seed {seed}: raw gate, l2 norm, sigmoid of beta, an initial state")
-    click.echo(f"first call   {first:.3g} ms, the artifacts verified by hash and loaded in it")
-    click.echo(f"then         {statistics.median(times):.3g} ms, median of {REPEATS}{remark}")
+    click.echo(f"first call   {first:.4g} ms, the artifacts verified by hash and loaded in it")
+    click.echo(f"then         {statistics.median(times):.4g} ms, median of {REPEATS}{remark}")
     expected = recurrent_kda(
         l2norm(inputs["q"].double()), l2norm(inputs["k"].double()), inputs["v"].double(),
         kda_gate(inputs["g"].double(), inputs["A_log"].double(), inputs["dt_bias"].double()),

@@ -10,8 +10,8 @@ With the state S before the chunk and what chunk_wy stored, per chunk:
 S stays in registers in float32. The same program serves every rule; without the delta correction u is v.
 
 Which plan. One bfloat16 [T, HV, 128] tensor is a unit, 0.047 ms at 96 heads, T 8192 and the 4.27 TB/s that a copy moves on one
-NVIDIA H200. Three were counted and timed, the lean one in code that has gone since, the scan of the wide one with W and U from
-torch; milliseconds of chunk_wy + chunk_scan, best V tile, at 96 and 32 heads:
+NVIDIA H200. Three were counted and timed, the scan of the wide one with W and U from torch; milliseconds of chunk_wy +
+chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
     gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.57 + 0.36   0.22 + 0.16
@@ -25,11 +25,11 @@ A cluster of blocks that hold a head's V tiles and load once what all of them re
 back by remote arrivals) gives the same bits and no time: 0.49 for 0.47 ms with V tile 32 and clusters of two, 0.66 with four,
 whether one block loads for all or each a part. So loads are not the limit.
 What limits the scan is the chain of four products through shared memory, at 44 % of the tensor cores' time with 96 heads and V
-tile 128. What limits chunk_wy are its phases: 16,500 instructions of a warp per chunk (22,900 before tokens were staged and the
-gated rows became half products), 1.5 of 4 issued per cycle by 12 warps in three blocks; its bytes alone would take 58 % of its
-time. Of a warp's time 16 % goes to waits for shared memory and exponentials, 15 % to short dependences, 13 % to the first
-loads, 11 % to fetching instructions, 9 % to barriers. More warps alone do not help: 32 of them, in blocks of 512 threads, issue
-as much per cycle, and more in all; nor does a prefetch of later chunks into the second-level cache.
+tile 128. What limits chunk_wy are its phases: 16,500 instructions of a warp per chunk, 1.5 of 4 issued per cycle by 12 warps in
+three blocks; its bytes alone would take 58 % of its time. Of a warp's time 16 % goes to waits for shared memory and
+exponentials, 15 % to short dependences, 13 % to the first loads, 11 % to fetching instructions, 9 % to barriers. More warps
+alone do not help: 32 of them, in blocks of 512 threads, issue as much per cycle, and more in all; nor does a prefetch of later
+chunks into the second-level cache.
 The gated plan's times are those of `kda-tl autotune --measure`, gate and norms fused, g in bfloat16; the others are older, with
 g in float32, computed before. Shares and counts are ncu's.
 """

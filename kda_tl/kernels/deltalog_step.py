@@ -6,9 +6,9 @@ behind a barrier of its own, and reads the base again.
 
 Why it is so. A step should cost its traffic: all of a block's loads are on their way before anything waits, and what follows
 them is short (`deltalog_quads`), in registers few enough for five blocks of a multiprocessor, each with a whole state where the
-base is narrow. Before, eight lanes shared a row and multiplied element by element, in four blocks (five of half a state where
-the base is float32); the token's loads waited for the slot, the log's for beta. Milliseconds on one NVIDIA H200, as
-`tools/bench_deltalog.py` takes them, 512 requests: before, now in four and in five blocks, and the floor of the bytes moved:
+base is narrow. Milliseconds on one NVIDIA H200, as `tools/bench_deltalog.py` takes them, 512 requests: where eight lanes share
+a row and multiply element by element, and loads wait for slot and beta; this one in four and in five blocks; and the floor of
+the bytes moved:
 
     KDA, bfloat16 base, a fold every 8     0.240   0.226   0.217   (0.174)
     GDN, bfloat16, 12                      0.234   0.218   0.205   (0.162)

@@ -99,8 +99,8 @@ def chunk_kda(
         o [B, T, HV, V] in the dtype of v, and the final state in float32 or None; with `state_indices` the pool itself, if
         `output_final_state`. With `return_intermediate_states` also [B, NT, HV, K, V] float32: the state that each chunk starts
         from, so that row i of a sequence is its state after 64 i tokens. A pack has B = 1, its NT chunks lie sequence by
-        sequence; where the host does not know the lengths, NT is T // 64 + N and rows past the last chunk are zero,
-        as are those of padding.
+        sequence; where the host does not know the lengths, or a compiler traces the call, NT is T // 64 + N and rows past
+        the last chunk are zero, as are those of padding.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.

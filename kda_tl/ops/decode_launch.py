@@ -281,7 +281,7 @@ def _launch_widened(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | 
     """The cpu has kernels for float32 states only: narrow ones are copied out, and rounded back into the caller's memory."""
     N = d.problem.N
     gathered, live = _gathered(a, N)
-    indices = torch.where(live, torch.arange(N), -1).to(torch.int32)
+    indices = torch.where(live, torch.arange(N, device=live.device), -1).to(torch.int32)
     wide = gathered.float()
     updated = torch.zeros_like(wide) if final is not None else None
     rows = a._replace(initial_state=wide, state_indices=indices, null_index=None, has_initial_state=None, inplace=False)
@@ -289,5 +289,5 @@ def _launch_widened(d: Decision, a: DecodeArguments, o: Tensor, state: Tensor | 
     _launch(replace(d, flags=flags, null_index=-1), rows, o, wide, updated)
     if final is None or updated is None:
         return
-    slots = torch.arange(N) if a.state_indices is None or not a.inplace else a.state_indices.long()
+    slots = torch.arange(N, device=live.device) if a.state_indices is None or not a.inplace else a.state_indices.long()
     final.detach()[slots[live]] = updated[live].to(final.dtype)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_tl.ops.checks import INT32_MAX, check_dtype, check_null_index, check_shape, check_written, narrowed
+from kda_tl.ops.checks import INT32_MAX, check_dense, check_dtype, check_null_index, check_shape, check_written, narrowed
 from kda_tl.ops.deltalog_low import PER_WORD, join, split
 from kda_tl.runtime import dispatcher
 from kda_tl.specs.deltalog import (
@@ -111,6 +111,7 @@ class DeltaLogCache:
         if base is not None:
             if not isinstance(base, Tensor):
                 raise TypeError(f"base must be a torch.Tensor, got {type(base).__name__}")
+            check_dense("base", base)
             base = _check_base(base, (slots, HV, V, K), bool(state_v_first))
             device, state_dtype = base.device, base.dtype
         for name, kind in (("dtype", dtype), ("state_dtype", state_dtype)):
@@ -206,6 +207,7 @@ class DeltaLogCache:
         chosen = self._indices(state_indices, distinct=True)
         if not isinstance(state, Tensor):
             raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}")
+        check_dense("state", state)
         check_dtype("state", state, (*FLOAT_DTYPES, torch.float64))
         layout, sizes = ("[n, HV, V, K]", (self.V, self.K)) if state_v_first else ("[n, HV, K, V]", (self.K, self.V))
         check_shape("state", state, layout, (chosen.numel(), self.HV, *sizes))
@@ -373,7 +375,7 @@ def _integers(name: str, given: Indices) -> Tensor:
     """[n] int32 or int64, where it is."""
     if not isinstance(given, Tensor):
         try:
-            given = torch.as_tensor(given, dtype=None if len(given) else torch.int64)
+            given = torch.as_tensor(given, dtype=None if len(given) else torch.int64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"{name} must be a tensor or a sequence of integers, got {given!r}") from None
     if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):

@@ -47,7 +47,11 @@ class Known(Generic[D]):
 
 def any_mode() -> bool:
     """Whether torch's dispatcher has to see a call: fake tensors, tracers, transforms."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def is_plain(tensors: Sequence[Tensor | None]) -> bool:

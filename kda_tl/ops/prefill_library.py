@@ -167,6 +167,10 @@ def register(op: Op) -> None:
         a = Arguments(*values)
         tensors = {name: getattr(a, name) for name in gradients.TENSORS}
         if gradients.needs_gradient(tensors):
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise NotImplementedError(
+                    f"{op.name} has no derivatives in transforms of torch.func: use torch.autograd.grad or backward()"
+                )
             if a.return_intermediate_states:
                 _refuse_gradients(op, a, "with return_intermediate_states has no backward")
             o, final = gradients.differentiable(_forward_of(op, a), tensors, _recomputation(op, a))

@@ -45,6 +45,7 @@ is_negated: Callable[[Tensor], bool] = Tensor.is_neg
 requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+tracing = torch._C._get_tracing_state
 empty_like, is_grad_enabled = torch.empty_like, torch.is_grad_enabled
 
 
@@ -159,6 +160,7 @@ class Repeated:
             check_setting() not in UNCHECKED
             or dispatch_modes() > 0
             or transforms() is not None
+            or tracing() is not None
             or forward_ad._current_level >= 0
             or not PLAIN.issuperset(map(type, values))
         ):

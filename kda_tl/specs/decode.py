@@ -11,7 +11,7 @@ from enum import IntFlag
 from typing import ClassVar
 
 from kda_tl.specs.archs import arch as arch_row
-from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, _check
+from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, check_one_of
 from kda_tl.specs.schedules import SCHEDULES, Schedule
 
 __all__ = ["DecodeFlag", "RecurrentDecodeSchedule", "RecurrentDecodeSpec", "decode_specs"]
@@ -57,9 +57,9 @@ class RecurrentDecodeSpec(KernelSpec):
     state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _check("head_dim_k", self.head_dim_k, (64, 128, 256))
-        _check("dtype", self.dtype, DTYPES)
-        _check("state_dtype", self.state_dtype, DTYPES)
+        check_one_of("head_dim_k", self.head_dim_k, (64, 128))
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("state_dtype", self.state_dtype, DTYPES)
 
     @property
     def vector(self) -> int:

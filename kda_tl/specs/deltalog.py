@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kda_tl.specs import rules
-from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, _check
+from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, check_one_of
 from kda_tl.specs.schedules import SCHEDULES, Schedule
 
 __all__ = [
@@ -42,12 +42,12 @@ K_FIRST = ("kda", "gdn")
 
 
 def _check_rule(spec: DeltaLogDecodeSpec | DeltaLogPrepSpec) -> None:
-    _check("head_dim_k", spec.head_dim_k, (64, 128))
-    _check("dtype", spec.dtype, DTYPES)
-    _check("decay", spec.decay, ("scalar", "per_key"))
-    _check("delta", spec.delta, (True, False))
-    _check("read_first", spec.read_first, (False,) if spec.delta else (True, False))
-    _check("capacity", spec.capacity, (8, 16, 32))
+    check_one_of("head_dim_k", spec.head_dim_k, (64, 128))
+    check_one_of("dtype", spec.dtype, DTYPES)
+    check_one_of("decay", spec.decay, ("scalar", "per_key"))
+    check_one_of("delta", spec.delta, (True, False))
+    check_one_of("read_first", spec.read_first, (False,) if spec.delta else (True, False))
+    check_one_of("capacity", spec.capacity, (8, 16, 32))
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class DeltaLogDecodeSpec(KernelSpec):
 
     def __post_init__(self) -> None:
         _check_rule(self)
-        _check("one_token", self.one_token, (False,) if self.prepared or not self.state_v_first else (True, False))
-        _check("head_dim_v", self.head_dim_v, (64, 128))
-        _check("state_dtype", self.state_dtype, DTYPES)
-        _check("state_v_first", self.state_v_first, (True, False))
-        _check("prepared", self.prepared, (False,) if not self.state_v_first else (True, False))
+        check_one_of("one_token", self.one_token, (False,) if self.prepared or not self.state_v_first else (True, False))
+        check_one_of("head_dim_v", self.head_dim_v, (64, 128))
+        check_one_of("state_dtype", self.state_dtype, DTYPES)
+        check_one_of("state_v_first", self.state_v_first, (True, False))
+        check_one_of("prepared", self.prepared, (False,) if not self.state_v_first else (True, False))
 
     @property
     def decay_size(self) -> int:

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, _check
+from kda_tl.specs.kernels import DTYPES, KERNEL_SPECS, KernelSpec, check_one_of
 from kda_tl.specs.schedules import SCHEDULES, Schedule
 
 __all__ = [
@@ -42,11 +42,11 @@ class IntracardPreScanSpec(KernelSpec):
     delta: bool = True
 
     def __post_init__(self) -> None:
-        _check("head_dim_k", self.head_dim_k, (64, 128))
-        _check("head_dim_v", self.head_dim_v, (64, 128))
-        _check("chunk_size", self.chunk_size, (64,))
-        _check("dtype", self.dtype, DTYPES)
-        _check("delta", self.delta, (True, False))
+        check_one_of("head_dim_k", self.head_dim_k, (64, 128))
+        check_one_of("head_dim_v", self.head_dim_v, (64, 128))
+        check_one_of("chunk_size", self.chunk_size, (64,))
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("delta", self.delta, (True, False))
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class IntracardMergeSpec(KernelSpec):
     delta: bool = True
 
     def __post_init__(self) -> None:
-        _check("head_dim_k", self.head_dim_k, (64, 128))
-        _check("head_dim_v", self.head_dim_v, (64, 128))
-        _check("chunk_size", self.chunk_size, (64,))
-        _check("dtype", self.dtype, DTYPES)
-        _check("delta", self.delta, (True, False))
+        check_one_of("head_dim_k", self.head_dim_k, (64, 128))
+        check_one_of("head_dim_v", self.head_dim_v, (64, 128))
+        check_one_of("chunk_size", self.chunk_size, (64,))
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("delta", self.delta, (True, False))
 
 
 @dataclass(frozen=True)

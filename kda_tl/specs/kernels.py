@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec", "spec_of_key"]
+__all__ = ["KERNEL_SPECS", "ChunkScanSpec", "ChunkWySpec", "KernelSpec", "check_one_of", "spec_of_key"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 DECAYS = ("none", "scalar", "per_key")
@@ -37,7 +37,7 @@ class KernelSpec:
         return {"kernel": self.kernel, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
-def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
@@ -66,11 +66,11 @@ class ChunkWySpec(KernelSpec):
     read_first: bool = False
 
     def __post_init__(self) -> None:
-        _check("dtype", self.dtype, DTYPES)
-        _check("gate_dtype", self.gate_dtype, DTYPES)
-        _check("decay", self.decay, DECAYS)
-        _check("chunk_size", self.chunk_size, (64,))
-        _check("head_dim_k", self.head_dim_k, (64, 128))
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("gate_dtype", self.gate_dtype, DTYPES)
+        check_one_of("decay", self.decay, DECAYS)
+        check_one_of("chunk_size", self.chunk_size, (64,))
+        check_one_of("head_dim_k", self.head_dim_k, (64, 128))
         if self.read_first and self.delta:
             raise ValueError("read_first must be False where delta is True: no rule has both")
         if self.read_first and self.decay != "per_key":
@@ -98,11 +98,11 @@ class ChunkScanSpec(KernelSpec):
     delta: bool = True
 
     def __post_init__(self) -> None:
-        _check("dtype", self.dtype, DTYPES)
-        _check("state_dtype", self.state_dtype, DTYPES)
-        _check("chunk_size", self.chunk_size, (64,))
-        _check("head_dim_k", self.head_dim_k, (64, 128))
-        _check("head_dim_v", self.head_dim_v, (64, 128))
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("state_dtype", self.state_dtype, DTYPES)
+        check_one_of("chunk_size", self.chunk_size, (64,))
+        check_one_of("head_dim_k", self.head_dim_k, (64, 128))
+        check_one_of("head_dim_v", self.head_dim_v, (64, 128))
 
 
 KERNEL_SPECS: dict[str, type[KernelSpec]] = {spec.kernel: spec for spec in (ChunkWySpec, ChunkScanSpec)}

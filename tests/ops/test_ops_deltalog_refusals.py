@@ -164,6 +164,8 @@ def test_maintenance_refuses() -> None:
         (lambda: cache.read_state(torch.tensor([1.0])), ValueError, "state_indices must be int32 or int64"),
         (lambda: cache.write_state([0, 1], state), ValueError, r"state must have shape \[n, HV, K, V\]"),
         (lambda: cache.write_state([0], [1]), TypeError, "state must be a torch.Tensor, got list"),
+        (lambda: cache.write_state([0], state.to_sparse()), TypeError, "state must be a dense, strided tensor, got sparse_coo"),
+        (lambda: DeltaLogCache(1, 2, base=state.to_sparse()), TypeError, "base must be a dense, strided tensor"),
         (lambda: cache.fork([0], [1, 2]), ValueError, "target must have as many entries as source, 1, got 2"),
         (lambda: cache.fork([0, 1], [2, 2]), ValueError, "target must not name a slot twice"),
         (lambda: cache.fork([9], [1]), ValueError, "source must be from 0 to 3, got 9"),

@@ -132,3 +132,19 @@ def test_a_decay_of_minus_infinity_in_a_log(rule: str, monkeypatch: pytest.Monke
     walk.truncate([0, 1], [2, 4])
     walk.decode([0, 1])
     deltalog_cases.hold(walk)
+
+
+@pytest.mark.parametrize("op", SUBJECTS, ids=lambda op: op.name)
+def test_the_default_device_is_not_looked_at(op: Subject) -> None:
+    """Every tensor that an op makes lies where its arguments do, and indices given as lists on the host."""
+    x, y = op.make(), op.make()
+    narrow = {"initial_state": x["initial_state"].bfloat16()} if op.name.startswith("recurrent") else {}
+    expected = op.call(x | {name: value.clone() for name, value in narrow.items()})
+    with torch.device("meta"):
+        found = op.call(y | {name: value.clone() for name, value in narrow.items()})
+        if "cache" in y:
+            y["cache"].fork([0], [1])
+            y["cache"].truncate([0], [1])
+            held = y["cache"].read_state([0, 1])
+            assert same(held[0], held[1])
+    assert all(map(same, found, expected))

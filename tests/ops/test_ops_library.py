@@ -218,3 +218,19 @@ def test_parameters_may_be_nn_parameters() -> None:
         same(call("kda", x, **given), expected)
     with torch.inference_mode():
         same(call("kda", x, **given), expected)
+
+
+@pytest.mark.parametrize("rule", OPS)
+def test_a_traced_module_holds_the_op(rule: str) -> None:
+    """torch.jit.trace on other values, after calls that were recognised: the trace must not keep what those returned."""
+    x, y = inputs(rule, 70, HV=1), inputs(rule, 70, HV=1, seed=1)
+    for _ in range(3):
+        call(rule, x)
+    traced = torch.jit.trace(lambda *values: call(rule, dict(zip(x, values)))[0], tuple(x.values()), check_trace=False)
+    assert torch.equal(traced(*y.values()), call(rule, y)[0])
+
+
+def test_a_transform_that_differentiates_is_refused() -> None:
+    x = inputs("kda", 5, HV=1)
+    with pytest.raises(NotImplementedError, match=r"^chunk_kda has no derivatives in transforms of torch\.func"):
+        torch.func.grad(lambda v: call("kda", {**x, "v": v})[0].sum())(x["v"])
