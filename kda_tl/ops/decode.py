@@ -130,6 +130,18 @@ def _decided(op: Op, a: DecodeArguments) -> Decision:
     return decide(op, p, a)
 
 
+def _decision(op: Op, a: DecodeArguments) -> Decision:
+    """Of a call that comes through torch's dispatcher, as compiled code makes them: checked and planned once, too."""
+    key = key_of(op, a)
+    found = None if key is None else known(key)
+    if found is None:
+        check_options(op, a)
+        found = _decided(op, a)
+        if key is not None:
+            _known.put(key, found)
+    return found
+
+
 def _call(op: Op, a: DecodeArguments) -> Results:
     """Through torch's dispatcher."""
     namespace = torch.ops.kda_tl
@@ -144,14 +156,12 @@ def _register(op: Op) -> None:
 
     def functional(*values: Any) -> tuple[Tensor, Tensor]:
         a = DecodeArguments(*values)
-        check_options(op, a)
-        o, final = carry_out(_decided(op, a), a)
+        o, final = carry_out(_decision(op, a), a)
         return o, _nothing(a) if final is None else final
 
     def in_place(*values: Any) -> Tensor:
         a = DecodeArguments(*values)._replace(inplace=True)
-        check_options(op, a)
-        return carry_out(_decided(op, a), a)[0]
+        return carry_out(_decision(op, a), a)[0]
 
     def fake(*values: Any) -> tuple[Tensor, Tensor]:
         a = DecodeArguments(*values)

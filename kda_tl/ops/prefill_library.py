@@ -21,7 +21,7 @@ from kda_tl.ops.known import any_mode, is_plain
 from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
-from kda_tl.ops.prefill_decision import key_of, known, remember
+from kda_tl.ops.prefill_decision import Decision, key_of, known, remember
 from kda_tl.ops.repeated import Candidate, recognising
 
 __all__ = ["public", "register", "run"]
@@ -133,6 +133,18 @@ def _recomputation(op: Op, a: Arguments) -> gradients.Recomputation:
     )  # fmt: skip
 
 
+def _decision(op: Op, a: Arguments) -> Decision:
+    """Of a call that comes through torch's dispatcher, as compiled code makes them: checked and planned once, too."""
+    key = key_of(op, a)
+    found = None if key is None else known(key)
+    if found is None:
+        check_options(op, a)
+        found = decided(op, a)
+        if key is not None:
+            remember(key, found)
+    return found
+
+
 def register(op: Op) -> None:
     """Defines both variants, with what they do on a device, under a fake mode and for a gradient."""
 
@@ -141,12 +153,12 @@ def register(op: Op) -> None:
 
     def functional(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
         a = Arguments(*values)
-        o, final, states = carry_out(decided(op, a), a)
+        o, final, states = carry_out(_decision(op, a), a)
         return o, absent(final, a), absent(states, a)
 
     def in_place(*values: Any) -> tuple[Tensor, Tensor]:
         a = Arguments(*values)
-        o, _, states = carry_out(decided(op, a), a)
+        o, _, states = carry_out(_decision(op, a), a)
         return o, absent(states, a)
 
     def fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:

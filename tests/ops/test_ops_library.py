@@ -11,6 +11,7 @@ from rule_inputs import OPS, call, inputs, truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_tl
+from kda_tl.ops import decode, prefill_library
 from kda_tl.ops.arguments import Arguments
 from kda_tl.ops.explain import PREFILL_OPS
 
@@ -234,3 +235,23 @@ def test_a_transform_that_differentiates_is_refused() -> None:
     x = inputs("kda", 5, HV=1)
     with pytest.raises(NotImplementedError, match=r"^chunk_kda has no derivatives in transforms of torch\.func"):
         torch.func.grad(lambda v: call("kda", {**x, "v": v})[0].sum())(x["v"])
+
+
+@pytest.mark.parametrize(("module", "name"), [(prefill_library, "decided"), (decode, "_decided")])
+def test_compiled_code_plans_a_call_once(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plan = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: planned.append(given) or plan(*given))
+    T = 71 if module is prefill_library else 1  # lengths that no other test uses together with three heads
+    x = inputs("kda", T, B=3, HV=3)
+    op = kda_tl.chunk_kda if module is prefill_library else kda_tl.recurrent_kda
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        same(compiled(**x, output_final_state=True), op(**x, output_final_state=True))
+    assert len(planned) == 1
+
+
+def test_options_of_the_registered_op_are_checked() -> None:
+    a = kda_tl.chunk_kda.arguments(**inputs("kda", 5, HV=1))._replace(allow_neg_eigval=True)
+    with pytest.raises(ValueError, match="allow_neg_eigval=True needs"):
+        torch.ops.kda_tl.chunk_kda(*a[:-2])
