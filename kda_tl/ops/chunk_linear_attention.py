@@ -14,6 +14,7 @@ from kda_tl.ops.checks import check_dtype, check_tensors
 from kda_tl.ops.offered import DTYPES, MAX_HEAD_DIM_V
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check_names
 from kda_tl.ops.prefill_library import register, run
+from kda_tl.runtime.ranges import annotate_op
 from kda_tl.specs.rules import Rule
 
 __all__ = ["CHUNK_LINEAR_ATTENTION", "chunk_linear_attention", "chunk_linear_attn"]
@@ -166,6 +167,7 @@ def _as_if_joined(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 arguments = functools.partial(_arguments, _joined)
 
+chunk_linear_attention = annotate_op(chunk_linear_attention, "kda_tl::chunk_linear_attention")
 chunk_linear_attention.op = CHUNK_LINEAR_ATTENTION  # type: ignore[attr-defined]
 chunk_linear_attention.arguments = functools.partial(_arguments, _as_if_joined)  # type: ignore[attr-defined]
 chunk_linear_attn = chunk_linear_attention

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +131,25 @@ def test_ranges_show_in_a_profile(fresh, cpu_kernels: Registry, monkeypatch: pyt
     assert {"kda_tl::chunk_wy", "kda_tl::chunk_scan"} <= names
 
 
+def test_every_op_is_a_range() -> None:
+    code = """
+import kda_tl, kda_tl.ops.explain as explain
+from unittest import mock
+from kda_tl.runtime import ranges
+for name in explain.PLANNERS:
+    with mock.patch.object(ranges, "span", side_effect=RuntimeError) as span:
+        try:
+            getattr(kda_tl, name)()
+        except RuntimeError:
+            pass
+        except TypeError:
+            raise SystemExit(f"{name} has no range")
+    span.assert_called_once_with(f"kda_tl::{getattr(kda_tl, name).op.name}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "KDA_TL_NVTX": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_range_ends_where_the_kernel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KDA_TL_NVTX", "1")
     pushed: list[str] = []
@@ -151,8 +173,6 @@ def test_one_base_for_the_runtime_s_errors() -> None:
 
 def test_a_forked_process_waits_for_nobody(fresh, cpu_kernels: Registry) -> None:
     """The locks are held by a thread that the child does not have."""
-    import os
-
     from kda_tl.runtime import loader
 
     with dispatcher._lock, loader._lock:
