@@ -28,8 +28,6 @@ LAYOUTS = {
     "beta": "B T HV",
     "u": "H K",
 }
-PER_KEY = ("kda", "gla", "rwkv")
-SCALAR = ("simple_gla",)
 
 
 def op_named(name: str) -> Op:
@@ -105,7 +103,7 @@ def example_inputs(
 
 
 def _layout(op: Op, name: str) -> str:
-    per_key = any(word in op.__name__ for word in PER_KEY) and not any(word in op.__name__ for word in SCALAR)
+    per_key = op.op.rule.decay == "per_key"  # type: ignore[attr-defined]
     return "B T HV" if name == "g" and not per_key else LAYOUTS[name]
 
 

@@ -42,7 +42,9 @@ def recurrent_gdn(
     inplace: bool = False,
     **kwargs: Any,
 ) -> DecodeArguments:
-    """Gated DeltaNet token by token, in one launch; names as in flash-linear-attention's fused_recurrent_gated_delta_rule.
+    """Gated DeltaNet (arXiv 2412.06464) token by token, in one launch.
+
+    Names are those of flash-linear-attention's fused_recurrent_gated_delta_rule.
 
     As `recurrent_kda` (arguments, limits, results, errors), but with one decay per value head:
 

@@ -42,7 +42,9 @@ def recurrent_kda(
     inplace: bool = False,
     **kwargs: Any,
 ) -> DecodeArguments:
-    """Kimi Delta Attention token by token, in one launch: the state of a request is read once and written once.
+    """Kimi Delta Attention (arXiv 2510.26692) token by token, in one launch.
+
+    The state of a request is read once and written once.
 
     Names are those of flash-linear-attention's fused_recurrent_kda. Right for any number of tokens, fast for few; gate,
     l2 norm and sigmoid are computed in float32 inside the kernel. Nothing waits for the device, and a call may be captured

@@ -1,6 +1,6 @@
 """The rest of the family, one or a few tokens per request: RWKV6, and the rules with plainer decays or no delta correction.
 
-All take the arguments of `recurrent_kda` that they have a use for, and return the same.
+What is not said here about arguments, results, dtypes, sizes and errors is as in `recurrent_kda`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ RECURRENT_GLA = Op("recurrent_gla", RULES["gla"], names={"g": "gk"})
 RECURRENT_SIMPLE_GLA = Op("recurrent_simple_gla", RULES["simple_gla"])
 RECURRENT_LINEAR_ATTENTION = Op("recurrent_linear_attention", RULES["linear_attention"])
 RECURRENT_DELTA_RULE = Op("recurrent_delta_rule", RULES["delta_rule"])
-OPTIONS = ("state_v_first", "state_indices", "null_index", "has_initial_state", "inplace", "cu_seqlens_cpu")
 
 
 @public(RECURRENT_RWKV6)
@@ -40,17 +39,37 @@ def recurrent_rwkv6(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    **options: Any,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    null_index: int | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace: bool = False,
+    **kwargs: Any,
 ) -> DecodeArguments:
-    """RWKV6: o = scale (S^T r + (sum r u k) v) reads first; then S = Diag(e^w) S + k v^T.
+    """RWKV6 (arXiv 2404.05892): o = scale (S^T r + (sum r u k) v) reads first; then S = Diag(e^w) S + k v^T.
 
-    r, k [B, T, H, K]; v [B, T, HV, V]; w [B, T, HV, K] natural-log decay; u [H, K], the bonus of the token at hand,
-    one for all value heads of a head, as in `chunk_rwkv6`; scale K ** -0.5 by default. Options: state_v_first, state_indices,
-    null_index, has_initial_state, inplace, cu_seqlens_cpu.
+    Args:
+        r, k: [B, T, H, K]; v: [B, T, HV, V]; w: [B, T, HV, K], natural-log decay.
+        u: [H, K], the bonus of the token at hand, one for all value heads of a head, as in `chunk_rwkv6`.
+        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
+            has_initial_state, inplace: as in `recurrent_kda`.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        ArtifactMissing: the kernel is not built for this device; the message names the command.
+        NotImplementedError: an input requires a gradient.
     """
-    return _arguments(
-        RECURRENT_RWKV6, DecodeArguments(r, k, v, w, bonus=u), scale, initial_state, output_final_state, cu_seqlens, options
-    )
+    refuse_unknown(RECURRENT_RWKV6, kwargs)
+    return DecodeArguments(
+        r, k, v, w, bonus=u, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=bool(state_v_first), state_indices=state_indices,
+        null_index=null_index, has_initial_state=has_initial_state, inplace=bool(inplace),
+    )  # fmt: skip
 
 
 @public(RECURRENT_GLA)
@@ -63,11 +82,36 @@ def recurrent_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    **options: Any,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    null_index: int | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace: bool = False,
+    **kwargs: Any,
 ) -> DecodeArguments:
-    """Gated linear attention: S = Diag(e^gk) S + k v^T, o = scale S^T q. gk [B, T, HV, K]; options as `recurrent_rwkv6`."""
-    a = DecodeArguments(q, k, v, gk)
-    return _arguments(RECURRENT_GLA, a, scale, initial_state, output_final_state, cu_seqlens, options)
+    """Gated linear attention (arXiv 2312.06635): S = Diag(e^gk) S + k v^T, o = scale S^T q.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; gk: [B, T, HV, K], natural-log decay.
+        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
+            has_initial_state, inplace: as in `recurrent_kda`.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        ArtifactMissing: the kernel is not built for this device; the message names the command.
+        NotImplementedError: an input requires a gradient.
+    """
+    refuse_unknown(RECURRENT_GLA, kwargs)
+    return DecodeArguments(
+        q, k, v, gk, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=bool(state_v_first), state_indices=state_indices,
+        null_index=null_index, has_initial_state=has_initial_state, inplace=bool(inplace),
+    )  # fmt: skip
 
 
 @public(RECURRENT_SIMPLE_GLA)
@@ -80,11 +124,36 @@ def recurrent_simple_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    **options: Any,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    null_index: int | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace: bool = False,
+    **kwargs: Any,
 ) -> DecodeArguments:
-    """Scalar decay (RetNet, Mamba-2 form): S = e^g S + k v^T, o = scale S^T q. g [B, T, HV]; options as `recurrent_rwkv6`."""
-    a = DecodeArguments(q, k, v, g)
-    return _arguments(RECURRENT_SIMPLE_GLA, a, scale, initial_state, output_final_state, cu_seqlens, options)
+    """One decay per head (RetNet, arXiv 2307.08621; Mamba-2, arXiv 2405.21060): S = e^g S + k v^T, o = scale S^T q.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV], natural-log decay.
+        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
+            has_initial_state, inplace: as in `recurrent_kda`.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        ArtifactMissing: the kernel is not built for this device; the message names the command.
+        NotImplementedError: an input requires a gradient.
+    """
+    refuse_unknown(RECURRENT_SIMPLE_GLA, kwargs)
+    return DecodeArguments(
+        q, k, v, g, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=bool(state_v_first), state_indices=state_indices,
+        null_index=null_index, has_initial_state=has_initial_state, inplace=bool(inplace),
+    )  # fmt: skip
 
 
 @public(RECURRENT_LINEAR_ATTENTION)
@@ -96,11 +165,37 @@ def recurrent_linear_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    **options: Any,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    null_index: int | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace: bool = False,
+    **kwargs: Any,
 ) -> DecodeArguments:
-    """Linear attention, not normalised: S = S + k v^T, o = scale S^T q. Options as `recurrent_rwkv6`."""
-    a = DecodeArguments(q, k, v)
-    return _arguments(RECURRENT_LINEAR_ATTENTION, a, scale, initial_state, output_final_state, cu_seqlens, options)
+    """Linear attention (arXiv 2006.16236), not normalised: S = S + k v^T, o = scale S^T q.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V].
+        initial_state: as `chunk_linear_attention(..., normalize=False)` leaves it.
+        scale, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index, has_initial_state,
+            inplace: as in `recurrent_kda`.
+
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        ArtifactMissing: the kernel is not built for this device; the message names the command.
+        NotImplementedError: an input requires a gradient.
+    """
+    refuse_unknown(RECURRENT_LINEAR_ATTENTION, kwargs)
+    return DecodeArguments(
+        q, k, v, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=bool(state_v_first), state_indices=state_indices,
+        null_index=null_index, has_initial_state=has_initial_state, inplace=bool(inplace),
+    )  # fmt: skip
 
 
 @public(RECURRENT_DELTA_RULE)
@@ -114,21 +209,35 @@ def recurrent_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    **options: Any,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_v_first: bool = False,
+    state_indices: Tensor | None = None,
+    null_index: int | None = None,
+    has_initial_state: Tensor | None = None,
+    inplace: bool = False,
+    **kwargs: Any,
 ) -> DecodeArguments:
-    """DeltaNet: u = beta (v - S^T k), S = S + k u^T, o = scale S^T q. beta [B, T, HV]; options as `recurrent_rwkv6`."""
-    a = DecodeArguments(q, k, v, beta=beta, use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel))
-    return _arguments(RECURRENT_DELTA_RULE, a, scale, initial_state, output_final_state, cu_seqlens, options)
+    """DeltaNet (arXiv 2406.06484): u = beta (v - S^T k), S = S + k u^T, o = scale S^T q.
 
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV], write strength.
+        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
+        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
+            has_initial_state, inplace: as in `recurrent_kda`.
 
-def _arguments(
-    op: Op, a: DecodeArguments, scale: float | None, initial_state: Tensor | None, output_final_state: bool,
-    cu_seqlens: Tensor | None, options: dict[str, Any],
-) -> DecodeArguments:  # fmt: skip
-    refuse_unknown(op, options, OPTIONS)
-    for name in ("state_v_first", "inplace"):
-        if name in options:
-            options[name] = bool(options[name])
-    return a._replace(
-        scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state), cu_seqlens=cu_seqlens, **options
-    )
+    Returns:
+        o [B, T, HV, V] in the dtype of v, and the final state or None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        ArtifactMissing: the kernel is not built for this device; the message names the command.
+        NotImplementedError: an input requires a gradient.
+    """
+    refuse_unknown(RECURRENT_DELTA_RULE, kwargs)
+    return DecodeArguments(
+        q, k, v, beta=beta, scale=scale, initial_state=initial_state, output_final_state=bool(output_final_state),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state_v_first=bool(state_v_first), state_indices=state_indices,
+        null_index=null_index, has_initial_state=has_initial_state, inplace=bool(inplace),
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+    )  # fmt: skip
