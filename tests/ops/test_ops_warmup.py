@@ -122,6 +122,7 @@ def test_gates_of_other_rules_and_unknown_arguments() -> None:
     def decode(q, pool, state_indices, flag=None):
         """An argument whose shape nobody can know."""
 
+    chunk_gdn.op = kda_tl.chunk_gdn.op
     assert example_inputs(chunk_gdn, tokens=5, heads=3)["g"].shape == (1, 5, 3)
     with pytest.raises(ValueError, match="the shape of pool does not follow from its name"):
         example_inputs(decode)
