@@ -103,8 +103,9 @@ def example_inputs(
 
 
 def _layout(op: Op, name: str) -> str:
-    per_key = op.op.rule.decay == "per_key"  # type: ignore[attr-defined]
-    return "B T HV" if name == "g" and not per_key else LAYOUTS[name]
+    if name == "g" and op.op.rule.decay != "per_key":  # type: ignore[attr-defined]
+        return "B T HV"
+    return LAYOUTS[name]
 
 
 def _dtype(name: str, activations: torch.dtype) -> torch.dtype:
