@@ -53,8 +53,8 @@ Examples:
   kda-tl autotune --apply DIR                        back in the checkout: schedules/ARCH.json, and what changed is built
   kda-tl autotune --report DIR                       what tuning gained, by kernel and size
 
-Exits 0 where every candidate came to an end, be it a bad one; 1 where the budget or a missing device left some; 130 after
-Ctrl-C.
+Exits 0 where every candidate came to an end, be it a bad one; 1 where the budget, a missing device or want of memory left
+some; 130 after Ctrl-C.
 """
 
 
@@ -187,6 +187,8 @@ def _measure(folder: Path, kernels: Sequence[str], op: str | None, budget: float
         summary = measure(folder, resume=resume, budget_s=budget * 60, only=only, progress=on_record)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "nothing new"
     click.echo(f"{summary.device}: {counts} in {summary.seconds:.0f} s, in {folder / TIMINGS}")
+    for problem in summary.not_made:
+        click.echo(f"  Candidates are left, for the tensors of their problem could not be made: {problem}")
     return summary.left
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from kda_tl import __version__
 from kda_tl.runtime.loader import has_support, is_whole
 from kda_tl.specs.kernels import spec_of_key
-from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, serve
+from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, NotMade, serve
 from kda_tl.tuning.measure_device import why_not
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
 from kda_tl.tuning.timings import read_timings
@@ -36,6 +36,8 @@ __all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"
 Record = dict[str, Any]
 START_SECONDS = 300.0
 """Until a child has torch, the driver and a context; and until it has a problem's tensors."""
+TRIES = 2
+"""To make a problem's tensors: what ends a process meanwhile, such as want of memory, need not be there the next time."""
 
 
 class MeasureError(RuntimeError):
@@ -44,12 +46,14 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Summary:
-    """counts: new records by status; left: candidates that the budget did not reach."""
+    """counts: new records by status; left: candidates that are open still, because the budget did not reach them or their
+    problem's tensors could not be made; not_made: those problems, and why."""
 
     device: str
     counts: Mapping[str, int]
     left: int
     seconds: float
+    not_made: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ def measure(
     if resume and path.exists():
         read_timings(path)  # raises where a line is no record
     counts: dict[str, int] = {}
+    not_made: list[str] = []
     with _Child(folder, plan.arch) as child:
         hello = child.start()
         if not resume and path.exists():  # only now: where there is no device, nothing has happened
@@ -162,9 +167,12 @@ def measure(
             if budget_s is not None and time.monotonic() - began > budget_s:
                 break
             for found in _run(child, group, patience_s):
+                if isinstance(found, NotMade):
+                    not_made.append(f"{group.spec.spec}, size {group.problem.size}: {found.reason}")
+                    continue
                 done += 1
                 keep(group.spec, group.problem, found.number, found)
-    return Summary(hello.device, counts, total - done, time.monotonic() - began)
+    return Summary(hello.device, counts, total - done, time.monotonic() - began, tuple(not_made))
 
 
 def _find_artifacts(folder: Path, plan: Plan) -> None:
@@ -222,12 +230,17 @@ def _rejected(plan: Plan, records: Sequence[Record]) -> Iterator[tuple[PlannedSp
                 yield spec, number
 
 
-def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
-    """Every open candidate's result; one that takes its process along is a result too, and the others go on in a new one."""
-    left = list(group.open)
+def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found | NotMade]:
+    """Every open candidate's result; one that takes its process along is a result too, and the others go on in a new one.
+
+    Where the process ends, or says that it cannot, before any candidate is touched, the problem is tried once more. After that
+    `NotMade` comes last, and what is open stays open.
+    """
+    left, tries = list(group.open), TRIES
     while left:
         job = _Group(group.spec, group.problem, tuple(left), group.best_ms).job()
         at: At = At(None, MAKING_TENSORS)
+        reason = None
         for message in child.ask(job, patience_s):
             if isinstance(message, At):
                 at = message
@@ -236,12 +249,17 @@ def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
                 yield message
             elif isinstance(message, NotLoaded):
                 raise MeasureError(f"candidates cannot be loaded here: {message.reason}")
-            elif isinstance(message, _Ended):
-                lost = [at.number] if at.number is not None else list(left)
-                for number in [number for number in lost if number in left]:
-                    left.remove(number)
-                    yield Found(number, message.status, reason=f"{message.how} in its {at.what}" if at.number is not None
-                                else f"{message.how} while {at.what}")  # fmt: skip
+            elif isinstance(message, NotMade):
+                reason = message.reason
+            elif isinstance(message, _Ended) and at.number in left:
+                left.remove(at.number)
+                yield Found(at.number, message.status, reason=f"{message.how} in its {at.what}")
+            elif isinstance(message, _Ended) and reason is None:
+                reason = f"{message.how} while {at.what}"
+        tries = TRIES if at.number is not None else tries - 1
+        if not tries:
+            yield NotMade(f"{reason}, {TRIES} times")
+            return
 
 
 @dataclass(frozen=True)
@@ -291,7 +309,7 @@ class _Child:
             self.pipe.close()
         self.process, self.pipe = None, None
 
-    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | NotLoaded | _Ended]:
+    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | NotLoaded | NotMade | _Ended]:
         """Until the job is done, or the process gone."""
         if self.process is None:
             self.start()
@@ -301,7 +319,7 @@ class _Child:
         for message in self.messages(patience_s):
             if isinstance(message, Done):
                 return
-            if isinstance(message, At | Found | NotLoaded | _Ended):
+            if isinstance(message, At | Found | NotLoaded | NotMade | _Ended):
                 yield message
 
     def messages(self, patience_s: float) -> Iterator[Any]:

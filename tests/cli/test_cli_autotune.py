@@ -16,7 +16,7 @@ from kda_tl.cli.autotune import RULE_OF_OP, TUNED_KERNELS, _selected
 from kda_tl.registry import Registry
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 from kda_tl.specs.schedules import schedule_classes
-from kda_tl.tuning.measure import append_record
+from kda_tl.tuning.measure import Summary, append_record
 from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, PlannedProblem, PlannedSpec, write_plan
 
 Run = Callable[..., Result]
@@ -83,6 +83,15 @@ def test_measuring_what_is_for_another_machine(run: Run, tmp_path: Path) -> None
     ended = run("autotune", "--measure", tmp_path, "--resume")
     assert ended.exit_code == 1 and "sm_90" in ended.output
     assert run("autotune", "--arch", "cpu", "--report", tmp_path).exit_code == 1
+
+
+def test_problems_that_could_not_be_made_are_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_of(tmp_path)
+    summary = Summary("a GPU", {"ok": 2}, 3, 1.0, (f"{SPEC.key}, size 4: ended by SIGKILL while making tensors, 2 times",))
+    monkeypatch.setattr("kda_tl.tuning.measure.measure", lambda *_, **options: summary)
+    ended = run("autotune", "--measure", tmp_path, "--resume")
+    assert ended.exit_code == 1 and f"could not be made: {summary.not_made[0]}" in ended.output
+    assert f"3 candidates are not timed yet: `kda-tl autotune --measure {tmp_path} --resume`" in ended.output
 
 
 def test_measuring_what_the_folder_does_not_hold_leaves_its_timings(run: Run, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from kda_tl.specs.floors import Problem
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
-from kda_tl.tuning.problems_plan import Plan, PlannedCandidate
+from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, PlannedProblem, PlannedSpec, write_plan
 
 AddCandidate = Callable[[IntracardMergeSchedule, str], None]
 MERGE = IntracardMergeSpec(64, 64)
@@ -25,3 +27,15 @@ def statuses(records: list[Mapping[str, object]]) -> dict[tuple[str, int], str]:
         assert key not in found, f"{key} twice"
         found[key] = str(record["status"])
     return found
+
+
+def write_merge_plan(folder: Path, arch: str = "cpu") -> Plan:
+    """A plan of two candidates of MERGE on two sizes. Their artifacts are not there."""
+    baseline, better = IntracardMergeSchedule(), IntracardMergeSchedule(block_v=32)
+    sizes = [
+        PlannedProblem(size, Problem(1, 64 * size, size, size, 2, 64).as_dict(), baseline.as_dict()) for size in (4, 8)
+    ]  # fmt: skip
+    candidates = tuple(PlannedCandidate(one.as_dict(), f"id-{one.block_v}") for one in (baseline, better))
+    plan = Plan(arch, {"tilelang": "0"}, (PlannedSpec(MERGE.key, (), tuple(sizes), candidates),))
+    write_plan(folder, plan)
+    return plan
