@@ -50,7 +50,7 @@ Examples:
   kda-tl autotune --arch sm_90 --prepare DIR         anywhere: compiles the candidates; copy DIR to the GPU
   kda-tl autotune --measure DIR                      there; needs neither TileLang nor a compiler
   kda-tl autotune --measure DIR --resume             goes on after Ctrl-C, a crash, or a budget that was too small
-  kda-tl autotune --apply DIR                        back in the checkout: schedules/ARCH.json, and what changed is built
+  kda-tl autotune --apply DIR                        back in the checkout: schedules/ARCH.json, and the build of it
   kda-tl autotune --report DIR                       what tuning gained, by kernel and size
 
 Exits 0 where every candidate came to an end, be it a bad one; 1 where the budget, a missing device or want of memory left
@@ -74,7 +74,9 @@ def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Calla
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes that compile.  [default: one per core]")
 @_folder_option("prepare", "Only compile the candidates, into DIR.")
 @_folder_option("measure", "Only time the candidates of DIR, on the device here.")
-@_folder_option("apply", "Only choose by the timings of DIR, write schedules/ARCH.json, and build what changed.")
+@_folder_option(
+    "apply", "Only choose by the timings of DIR, write schedules/ARCH.json, and build what the registry lacks of it."
+)
 @_folder_option("report", "Only print what the timings of DIR say.")
 def autotune(
     arch: str | None, kernels: tuple[str, ...], op: str | None, budget: float, resume: bool, jobs: int | None,
@@ -95,7 +97,8 @@ def autotune(
     if arch is None and (not given or prepare is not None):
         raise click.UsageError("--arch is needed to compile candidates")
     steps = {"prepare": prepare, "measure": measure, "apply": apply, "report": report}
-    _refuse_idle_options(next((name for name, one in steps.items() if one is not None), None))
+    step = next((name for name, one in steps.items() if one is not None), None)
+    _refuse_idle_options(step)
     try:
         folder = given[0] if given else default_root() / "tuning" / str(arch)
         if given and prepare is None and arch is not None and read_plan(folder).arch != arch:
@@ -113,7 +116,8 @@ def autotune(
     except (BuildError, KdaTlError, MeasureError, PlanError, RegistryError, ScheduleFileError, TimingsError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
-        click.echo("\nStopped. What had finished is kept: the same command with --resume does the rest.", err=True)
+        how = " with --resume" if step in (None, "measure") else ""
+        click.echo(f"\nStopped. What had finished is kept: the same command{how} does the rest.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if left:
         command = f"kda-tl autotune --measure {shlex.quote(str(folder))} --resume"
@@ -207,16 +211,18 @@ def _apply(folder: Path, jobs: int | None) -> None:
         planned={spec.spec: [problem.size for problem in spec.problems] for spec in plan.specs},
     )  # fmt: skip
     click.echo(str(applied))
-    if applied.changed:
-        registry = Registry(default_root())
-        with _progress(f"{plan.arch}, building") as tell:
-            done, specs = itertools.count(1), [spec_of_key(key) for key in applied.changed]
-            total = sum(len({one.schedule for one in schedule_classes(spec, plan.arch)}) for spec in specs)
-            build(
-                plan.arch, specs, registry, jobs=jobs, isolate=True,
-                progress=lambda result: tell(next(done), total, result.spec.key),
-            )  # fmt: skip
-        click.echo(f"  Built into {registry.root}.")
+    # All specs of the plan, not the changed ones alone: a build that was stopped goes on, and one that is complete is read.
+    keys = dict.fromkeys([*(key for spec in plan.specs for key in (spec.spec, *spec.inherits)), *applied.changed])
+    registry = Registry(default_root())
+    with _progress(f"{plan.arch}, building") as tell:
+        done, specs = itertools.count(1), [spec_of_key(key) for key in keys]
+        total = sum(len({one.schedule for one in schedule_classes(spec, plan.arch)}) for spec in specs)
+        results = build(
+            plan.arch, specs, registry, jobs=jobs, isolate=True,
+            progress=lambda result: tell(next(done), total, result.spec.key),
+        )  # fmt: skip
+    compiled = sum(result.compiled for result in results)
+    click.echo(f"  Built into {registry.root}: {compiled} compiled, {len(results) - compiled} were there.")
 
 
 def _changed(key: str, schedule: Mapping[str, object]) -> str:
