@@ -24,8 +24,9 @@ from kda_tl.specs.kernels import KernelSpec, spec_of_key
 from kda_tl.specs.rules import RULES
 from kda_tl.specs.schedule_file import ScheduleFileError
 from kda_tl.specs.schedules import SCHEDULES, schedule_classes
-from kda_tl.tuning import TimingsError
-from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlanError, read_plan
+from kda_tl.tuning import TimingsError, read_timings
+from kda_tl.tuning.apply import Table, select
+from kda_tl.tuning.problems_plan import TIMINGS, PlanError, read_plan
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
@@ -208,7 +209,7 @@ def _apply(folder: Path, jobs: int | None) -> None:
     applied = apply(
         folder / TIMINGS, plan.arch, heirs={spec.spec: spec.inherits for spec in plan.specs},
         serves=lambda heir, schedule: (heir, json.dumps(dict(schedule), sort_keys=True)) in served,
-        planned={spec.spec: [problem.size for problem in spec.problems] for spec in plan.specs},
+        planned=plan.keys,
     )  # fmt: skip
     click.echo(str(applied))
     # All specs of the plan, not the changed ones alone: a build that was stopped goes on, and one that is complete is read.
@@ -229,7 +230,7 @@ def _changed(key: str, schedule: Mapping[str, object]) -> str:
     """A kernel and what a schedule has of its own, as `chunk_scan(block_v=32, stages=3)`."""
     kernel = key.partition("[")[0]
     default = SCHEDULES[kernel]().as_dict()
-    fields = ", ".join(f"{name}={value}" for name, value in schedule.items() if value != default[name])
+    fields = ", ".join(f"{name}={value}" for name, value in schedule.items() if value != default.get(name))
     return f"{kernel}({fields})"
 
 
@@ -259,42 +260,38 @@ def _progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _report(folder: Path) -> str:
-    """Per spec and size: the time of the schedule that was in force, the best one's, and that over the floor."""
-    from kda_tl.tuning.measure import read_records
-    from kda_tl.tuning.timings import read_timings
-
+    """Per spec and size: the time of the schedule that was in force, the best one's, and that over the floor. Of the records
+    that --apply goes by."""
     plan, rows = read_plan(folder), []
     if not (folder / TIMINGS).exists():
         return _not_measured(folder)
-    read_timings(folder / TIMINGS)  # raises where a line is no record
-    records = read_records(folder / TIMINGS)
-    for device in dict.fromkeys(record["device"] for record in records):
-        timed = [record for record in records if record["device"] == device and record["status"] in ("ok", "stopped")]
-        for key, problem_size in dict.fromkeys((record["spec"], record["size"]) for record in timed):
-            here = [record for record in timed if (record["spec"], record["size"]) == (key, problem_size)]
-            best = min((record for record in here if record["status"] == "ok"), key=lambda r: r["time_ms"], default=None)
-            if best is not None:
-                base = next((record["time_ms"] for record in here if record["baseline"]), None)
-                rows.append((device, str(problem_size), *_row(plan, best, base, len(here)), key))
+    by_spec, notes = select(read_timings(folder / TIMINGS), plan.arch, plan.keys)
+    for device in sorted({record.device for timed in by_spec.values() for _, record in timed}):
+        for key, timed in by_spec.items():
+            here = [one for one in timed if one[1].device == device]
+            right, stopped = Table.of(here), Table.of(here, stopped=True)
+            for at in right.sizes:
+                count = sum(at in times for times in stopped.times.values())
+                rows.append((device, str(at), *_row(key, right, at, count, plan.arch), key))
     header = ("device", "size", "in force ms", "best ms", "gain", "over floor", "timed", "best schedule", "spec")
-    return table(header, rows) if rows else f"No timings in {folder / TIMINGS}."
+    told = table(header, rows) if rows else f"No timings of the plan's candidates in {folder / TIMINGS}."
+    return "\n".join([told, *(f"  {note}" for note in notes)])
 
 
 def _not_measured(folder: Path) -> str:
     return f"{folder} has no timings yet: `kda-tl autotune --measure {shlex.quote(str(folder))}`"
 
 
-def _row(plan: Plan, best: dict[str, Any], base: float | None, timed: int) -> tuple[str, ...]:
-    try:
-        spec = spec_of_key(best["spec"])
-        floor = floor_ms(cost(spec, Problem(**best["problem"]), SCHEDULES[spec.kernel](**best["schedule"])), plan.arch)
-    except (TypeError, ValueError):  # of another version
-        floor = None
+def _row(key: str, right: Table, at: int, timed: int, arch: str) -> tuple[str, ...]:
+    best = right.best(at)
+    base = right.times[right.baselines[at]][at] if at in right.baselines else None
+    time_ms, problem = right.times[best][at], right.records[best, at].problem
+    floor = floor_ms(cost(spec_of_key(key), Problem(**problem), best), arch)
     return (
         "-" if base is None else f"{base:.4f}",
-        f"{best['time_ms']:.4f}",
-        "-" if base is None else f"{base / best['time_ms']:.2f}x",
-        "-" if floor is None else f"{best['time_ms'] / floor:.2f}",
+        f"{time_ms:.4f}",
+        "-" if base is None else f"{base / time_ms:.2f}x",
+        "-" if floor is None else f"{time_ms / floor:.2f}",
         str(timed),
-        _changed(best["spec"], best["schedule"]),
+        _changed(key, best.as_dict()),
     )

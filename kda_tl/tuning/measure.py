@@ -29,9 +29,9 @@ from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, NotMade, serve
 from kda_tl.tuning.measure_device import why_not
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
-from kda_tl.tuning.timings import read_timings
+from kda_tl.tuning.timings import Key, Timing, read_timings, timing_key
 
-__all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
+__all__ = ["MeasureError", "Summary", "append_record", "measure"]
 
 Record = dict[str, Any]
 START_SECONDS = 300.0
@@ -70,21 +70,6 @@ class _Group:
         baselines = [n for n, one in enumerate(found) if one.schedule == self.problem.baseline]
         rows = tuple((n, str(found[n].artifact)) for n in self.open)
         return Job(self.spec.spec, self.problem.problem, rows, baselines[0] if baselines else None, self.best_ms)
-
-
-def read_records(path: Path) -> list[Record]:
-    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
 
 
 def append_record(path: Path, record: Record) -> None:
@@ -133,15 +118,14 @@ def measure(
         raise MeasureError(reason)
     _find_artifacts(folder, plan)
     path = folder / TIMINGS
-    if resume and path.exists():
-        read_timings(path)  # raises where a line is no record
+    told = read_timings(path) if resume and path.exists() else []
     counts: dict[str, int] = {}
     not_made: list[str] = []
     with _Child(folder, plan.arch) as child:
         hello = child.start()
         if not resume and path.exists():  # only now: where there is no device, nothing has happened
             _move_aside(path)
-        records = [record for record in read_records(path) if record.get("device") == hello.device]
+        records = [record for record in told if record.device == hello.device]
         groups = list(_groups(plan, records))
         total, done = sum(len(group.open) for group in groups), 0
 
@@ -198,35 +182,28 @@ def _move_aside(path: Path) -> None:
     os.rename(path, aside)
 
 
-def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    problem = json.dumps([record["schedule"], record["problem"]], sort_keys=True)
-    return record["spec"], record["size"], record.get("artifact"), problem
-
-
-def _groups(plan: Plan, records: Sequence[Record]) -> Iterator[_Group]:
-    finished = {_key(record): record for record in records}
+def _groups(plan: Plan, records: Sequence[Timing]) -> Iterator[_Group]:
+    finished = {record.key: record for record in records}
     for spec in plan.specs:
         for problem in spec.problems:
             left, best = [], None
             for number, one in enumerate(spec.candidates):
                 if one.artifact is None:
                     continue
-                size = {"spec": spec.spec, "size": problem.size, "problem": problem.problem}
-                record = finished.get(_key({**size, "schedule": one.schedule, "artifact": one.artifact}))
+                record = finished.get(timing_key(spec.spec, problem.size, one.artifact, one.schedule, problem.problem))
                 if record is None:
                     left.append(number)
-                elif record["status"] == "ok":
-                    best = min(record["time_ms"], record["time_ms"] if best is None else best)
+                elif record.status == "ok" and record.time_ms is not None:
+                    best = min(record.time_ms, record.time_ms if best is None else best)
             if left:
                 yield _Group(spec, problem, tuple(left), best)
 
 
-def _rejected(plan: Plan, records: Sequence[Record]) -> Iterator[tuple[PlannedSpec, int]]:
-    told = {_key(record) for record in records if record["status"] == "rejected"}
+def _rejected(plan: Plan, records: Sequence[Timing]) -> Iterator[tuple[PlannedSpec, int]]:
+    told: set[Key] = {record.key for record in records if record.status == "rejected"}
     for spec in plan.specs:
         for number, one in enumerate(spec.candidates):
-            known = _key({"spec": spec.spec, "size": 0, "problem": {}, "schedule": one.schedule, "artifact": None}) in told
-            if one.artifact is None and not known:
+            if one.artifact is None and timing_key(spec.spec, 0, None, one.schedule, {}) not in told:
                 yield spec, number
 
 

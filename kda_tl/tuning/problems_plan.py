@@ -7,12 +7,15 @@ DIR/timings.jsonl    what was measured, one record a line
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kda_tl.tuning.timings import Key, timing_key
 
 __all__ = [
     "PLAN",
@@ -75,6 +78,17 @@ class Plan:
     versions: Mapping[str, str]
     specs: tuple[PlannedSpec, ...]
     untuned: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def keys(self) -> frozenset[Key]:
+        """Of all that is to be timed: records of other keys are of an older plan."""
+        return frozenset(
+            timing_key(spec.spec, problem.size, one.artifact, one.schedule, problem.problem)
+            for spec in self.specs
+            for problem in spec.problems
+            for one in spec.candidates
+            if one.artifact is not None
+        )
 
 
 def read_plan(folder: Path) -> Plan:

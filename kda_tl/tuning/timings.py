@@ -1,7 +1,8 @@
 """Timings files: what a tuner found out, a JSON object per line, in the order in which it was found out.
 
     {"spec": KEY, "schedule": {...}, "size": INT, "problem": {...}, "status": "ok", "time_ms": FLOAT, "error": FLOAT,
-     "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL}
+     "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL,
+     "artifact": ID}
 
 Lines are only ever appended. A process that dies while it writes leaves a torn one, the beginning of a record or zeros: it is
 no record and is passed over.
@@ -12,11 +13,14 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATUSES", "Timing", "TimingsError", "read_timings"]
+__all__ = ["STATUSES", "Key", "Timing", "TimingsError", "read_timings", "timing_key"]
+
+Key = tuple[str, int, "str | None", str]
+"""What a record is of: spec, size, artifact, and schedule and problem as text."""
 
 STATUSES = ("ok", "wrong", "crashed", "timeout", "stopped", "rejected")
 
@@ -42,6 +46,7 @@ class Timing:
         versions: of packages and compilers, by name.
         date: ISO, of the measurement.
         baseline: whether this schedule was in force for that size when it was measured.
+        artifact: id of what ran; None where nothing did, or nobody wrote it down.
     """
 
     spec: str
@@ -56,6 +61,7 @@ class Timing:
     versions: Mapping[str, str]
     date: str
     baseline: bool
+    artifact: str | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():
@@ -75,12 +81,22 @@ class Timing:
         except ValueError:
             raise ValueError(f"date must be an ISO date, got {self.date!r}") from None
 
+    @property
+    def key(self) -> Key:
+        return timing_key(self.spec, self.size, self.artifact, self.schedule, self.problem)
+
+
+def timing_key(spec: str, size: int, artifact: str | None, schedule: Mapping[str, Any], problem: Mapping[str, Any]) -> Key:
+    """Records of equal keys say what became of the same thing."""
+    return spec, size, artifact, json.dumps([dict(schedule), dict(problem)], sort_keys=True)
+
 
 MOST_MS = 1e12
 KINDS: Mapping[str, tuple[type, ...]] = {
     "spec": (str,), "schedule": (dict,), "size": (int,), "problem": (dict,), "status": (str,),
     "time_ms": (int, float, type(None)), "error": (int, float, type(None)), "reason": (str, type(None)),
     "device": (str,), "versions": (dict,), "date": (str,), "baseline": (bool,),
+    "artifact": (str, type(None)),
 }  # fmt: skip
 
 
@@ -113,8 +129,8 @@ def read_timings(path: Path) -> list[Timing]:
 def _record(given: object) -> Timing:
     if not isinstance(given, dict):
         raise ValueError(f"a record is a JSON object, got {given!r}")
-    names = [f.name for f in fields(Timing)]
-    for name in names:
+    required = [f.name for f in fields(Timing) if f.default is MISSING]
+    for name in required:
         if name not in given:
-            raise ValueError(f"a record has {', '.join(names)}, and {name} is missing")
-    return Timing(**{name: given[name] for name in names})
+            raise ValueError(f"a record has {', '.join(required)}, and {name} is missing")
+    return Timing(**{f.name: given[f.name] for f in fields(Timing) if f.name in given})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from kda_tl.cli.autotune import RULE_OF_OP, TUNED_KERNELS, _selected
+from kda_tl.cli.autotune import RULE_OF_OP, TUNED_KERNELS, _changed, _selected
 from kda_tl.registry import Registry
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 from kda_tl.specs.kernels import KernelSpec
@@ -84,6 +84,36 @@ def test_the_report_shows_gains_and_floors(run: Run, tmp_path: Path) -> None:
     flops = 4 * 31 * 2 * 64**3
     floor_ms = 1e3 * max(moved / 4.3e12, flops / (132 * 256 * 1.98e9))
     assert over_floor == pytest.approx(0.25 / floor_ms, rel=0.01)
+
+
+def test_the_report_goes_by_what_apply_goes_by(run: Run, tmp_path: Path) -> None:
+    """The last record, of an artifact and a size that the plan has, of a schedule that was right everywhere."""
+    plan_of(tmp_path)
+    path = tmp_path / "timings.jsonl"
+    baseline, better = map(json.loads, path.read_text().splitlines())
+    stale = [
+        {**better, "time_ms": 0.01, "artifact": "id-before"}, {**better, "time_ms": 0.01, "size": 5},
+        {**better, "time_ms": 0.01, "spec": "chunk_before[head_dim_k=64]"},
+    ]  # fmt: skip
+    lines = [*stale, {**better, "time_ms": 0.02}, baseline, better]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run("autotune", "--report", tmp_path)
+    (line,) = [line for line in result.output.splitlines() if SPEC.key in line]
+    assert {"0.5000", "0.2500", "2.00x"} <= set(line.split()) and "3 stale records passed over" in result.output
+
+    append_record(path, {**better, "status": "wrong", "time_ms": None})
+    (line,) = [line for line in run("autotune", "--report", tmp_path).output.splitlines() if SPEC.key in line]
+    assert {"0.5000", "1.00x"} <= set(line.split()) and "intracard_merge()" in line
+
+
+def test_schedules_of_another_version_are_told_of(run: Run, tmp_path: Path) -> None:
+    plan_of(tmp_path)
+    for name in ("plan.json", "timings.jsonl"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace('"block_v": 32', '"block_v": 32, "warps": 4'))
+    result = run("autotune", "--report", tmp_path)
+    assert result.exit_code == 0 and "1 timings of schedules that this version does not have, unknown field" in result.output
+    assert _changed(SPEC.key, {"block_v": 32, "warps": 4}) == "intracard_merge(block_v=32, warps=4)"
 
 
 def test_measuring_what_is_for_another_machine(run: Run, tmp_path: Path) -> None:

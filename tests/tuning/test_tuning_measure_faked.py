@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuning_folders import MERGE, write_merge_plan
+from tuning_folders import MERGE, read_records, write_merge_plan
 
 from kda_tl.tuning import measure as measuring
-from kda_tl.tuning.measure import Summary, measure, read_records
+from kda_tl.tuning.measure import Summary, measure
 from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotMade
 
 Answers = Callable[[Job], Iterator[Any]]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.intracard import IntracardMergeSchedule, IntracardMergeSpec
 from kda_tl.tuning.problems_plan import Plan, PlannedCandidate, PlannedProblem, PlannedSpec, write_plan
+from kda_tl.tuning.timings import read_timings
 
 AddCandidate = Callable[[IntracardMergeSchedule, str], None]
 MERGE = IntracardMergeSpec(64, 64)
@@ -17,6 +19,11 @@ MERGE = IntracardMergeSpec(64, 64)
 
 def with_candidates(plan: Plan, candidates: tuple[PlannedCandidate, ...]) -> Plan:
     return dataclasses.replace(plan, specs=(dataclasses.replace(plan.specs[0], candidates=candidates), *plan.specs[1:]))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """None where there is no file yet."""
+    return [dataclasses.asdict(record) for record in read_timings(path)] if path.exists() else []
 
 
 def statuses(records: list[Mapping[str, object]]) -> dict[tuple[str, int], str]:
