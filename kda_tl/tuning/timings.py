@@ -5,13 +5,14 @@
      "artifact": ID}
 
 Lines are only ever appended. A process that dies while it writes leaves a torn one, the beginning of a record or zeros: it is
-no record and is passed over.
+no record and is passed over. Anything else that is no record is an error.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -92,6 +93,7 @@ def timing_key(spec: str, size: int, artifact: str | None, schedule: Mapping[str
 
 
 MOST_MS = 1e12
+LAST_WORD = re.compile(r"[-+.\w\s\\]*")
 KINDS: Mapping[str, tuple[type, ...]] = {
     "spec": (str,), "schedule": (dict,), "size": (int,), "problem": (dict,), "status": (str,),
     "time_ms": (int, float, type(None)), "error": (int, float, type(None)), "reason": (str, type(None)),
@@ -107,7 +109,7 @@ def read_timings(path: Path) -> list[Timing]:
         TimingsError: the file cannot be read, or a whole line is no record.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise TimingsError(f"{path}: cannot be read: {error.strerror}") from None
     found = []
@@ -115,15 +117,33 @@ def read_timings(path: Path) -> list[Timing]:
         try:
             given = json.loads(line)
         except (ValueError, RecursionError):
-            if line.strip(b"\0 \t") and not line.startswith(b"{"):
-                where = f"{path} line {number}: no record, and not the beginning of one: {line[:40]!r}"
-                raise TimingsError(f"{where}: remove the line, or tune anew") from None
-            continue  # torn, or empty
+            if _is_torn(line):
+                continue
+            text = line.rstrip(b"\r\n")
+            tail = f" .. {text[-40:]!r}" if text.startswith(b"\0") else ""
+            where = f"{path} line {number}: no record, and not the beginning of one: {text[:40]!r}{tail}"
+            raise TimingsError(f"{where}: remove the line, or tune anew") from None
         try:
             found.append(_record(given))
         except ValueError as error:
             raise TimingsError(f"{path} line {number}: {error}: remove the line, or tune anew") from None
     return found
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line that is no JSON is what a process leaves that dies while it writes: nothing, zeros, or the beginning of a
+    record, with zeros after it or not. One with a newline must really be a beginning: a later process went on after it."""
+    text = line.rstrip(b"\0 \t\r\n")
+    if not text.startswith(b"{") or not line.endswith((b"\n", b"\r")):
+        return not text or text.startswith(b"{")
+    try:
+        json.loads(text.decode("utf-8", "ignore"))
+    except json.JSONDecodeError as error:
+        # Of a beginning only the last word is wrong: a string that does not end, or less than a number, a name or an escape.
+        return error.msg.startswith("Unterminated string") or LAST_WORD.fullmatch(error.doc, error.pos) is not None
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _record(given: object) -> Timing:

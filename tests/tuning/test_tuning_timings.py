@@ -33,13 +33,31 @@ def test_records_come_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     """The last one, at any byte; and one in the middle, where a later process went on after it."""
     line = json.dumps(RECORD)
-    for cut in range(0, len(line), 7):
+    for cut in range(len(line)):
         assert read_timings(write(tmp_path / "last", line, line[:cut])) == [Timing(**RECORD)]
         assert read_timings(write(tmp_path / "middle", line, line[:cut], line, "")) == [Timing(**RECORD)] * 2
     assert read_timings(write(tmp_path / "last", line)) == [Timing(**RECORD)]  # whole, but for its end
     assert read_timings(write(tmp_path / "empty")) == []
     (tmp_path / "zeros").write_bytes(line.encode() + b"\n" + bytes(4096) + b"\n" + line.encode())  # a machine that lost power
     assert read_timings(tmp_path / "zeros") == [Timing(**RECORD)] * 2
+
+
+@pytest.mark.parametrize(
+    "damage", [('"size": ', '"size"; '), ('"ok"', '"ok'), (", ", ". "), ("true}", 'true}"'), ("0.2", "0,2")]
+)
+def test_a_whole_line_that_is_damaged_is_no_torn_one(tmp_path: Path, damage: tuple[str, str]) -> None:
+    line = json.dumps(RECORD)
+    harmed = line.replace(*damage, 1)
+    assert harmed != line
+    with pytest.raises(TimingsError, match="t line 1: no record, and not the beginning of one"):
+        read_timings(write(tmp_path / "t", harmed, line))
+    assert read_timings(write(tmp_path / "t", line, harmed)) == [Timing(**RECORD)]  # no newline: it may be a torn one
+
+
+def test_what_comes_after_zeros_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(bytes(4096) + json.dumps(RECORD).encode() + b"\n")
+    with pytest.raises(TimingsError, match=r"t line 1: .*x00' \.\. b'.*\"baseline\": true}': remove the line"):
+        read_timings(tmp_path / "t")
 
 
 def test_a_record_is_appended_after_a_torn_line(tmp_path: Path) -> None:
