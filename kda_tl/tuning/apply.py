@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kda_tl.specs.kernels import spec_of_key
-from kda_tl.specs.schedule_file import MAX_CLASSES, class_as_json, make_schedule, read_entries, write_entries
+from kda_tl.specs.schedule_file import MAX_CLASSES, ScheduleFileError, class_as_json, make_schedule, read_entries, write_entries
 from kda_tl.specs.schedules import Measured, Schedule, SizeClass, schedules_folder
 from kda_tl.tuning.timings import Key, Timing, TimingsError, read_timings
 
@@ -111,7 +111,7 @@ def apply(
 
     Raises:
         TimingsError: the timings cannot be used, or are of several devices.
-        ScheduleFileError: the schedules file cannot be read: what it holds would be lost.
+        ScheduleFileError: the schedules file cannot be read, so that what it holds would be lost; or it cannot be written.
         ValueError: a key of `heirs` is no spec.
     """
     path = (schedules_folder() if folder is None else folder) / f"{arch}.json"
@@ -149,7 +149,11 @@ def apply(
                 inherited.append(heir)
     changed = sorted(key for key in entries if entries[key] != before.get(key))
     if changed:
-        write_entries(path, arch, entries)
+        try:
+            write_entries(path, arch, entries)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}), and is as it was: mend that, and apply again"
+            raise ScheduleFileError(f"{path} {reason}") from None
     return Applied(path, tuple(gains), tuple(sorted(inherited)), tuple(changed), tuple(notes))
 
 

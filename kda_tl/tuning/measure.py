@@ -73,16 +73,24 @@ class _Group:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """On disk when it returns; after what is left of a line that was cut off, on a line of its own."""
-    with open(path, "a+b") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        else:
-            torn = False
-        file.write(b"\n" * torn + json.dumps(record, sort_keys=True).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """On disk when it returns; after what is left of a line that was cut off, on a line of its own.
+
+    Raises:
+        MeasureError: it cannot be written. What had been is kept.
+    """
+    try:
+        with open(path, "a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            else:
+                torn = False
+            file.write(b"\n" * torn + json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        again = f"`kda-tl autotune --measure {shlex.quote(str(path.parent))} --resume`"
+        raise MeasureError(f"{path} cannot be written ({error.strerror}): mend that; then {again} goes on") from None
 
 
 def measure(
@@ -107,7 +115,7 @@ def measure(
     Raises:
         PlanError: the folder has no plan.
         MeasureError: this machine has no device of the plan's arch; artifacts of the plan, or what they load with, are not in
-            the folder as they were built; the child process does not start, or can load nothing.
+            the folder as they were built; the child process does not start, or can load nothing; records cannot be written.
         RegistryError: the folder cannot be read.
     """
     began = time.monotonic()

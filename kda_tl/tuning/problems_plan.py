@@ -245,8 +245,13 @@ def _name(value: object) -> str | None:
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """At once: a reader sees the old plan or the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """At once: a reader sees the old plan or the new one. Raises PlanError where it cannot be written."""
     temporary = folder / f".{PLAN}.tmp"
-    temporary.write_text(json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / PLAN)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / PLAN)
+    except OSError as error:
+        raise PlanError(
+            f"{folder / PLAN} cannot be written ({error.strerror}): mend that; then the same command again goes on"
+        ) from None

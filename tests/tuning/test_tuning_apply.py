@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,18 @@ def test_a_schedules_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path)
     with pytest.raises(ScheduleFileError, match=r"sm_90\.json: not a schedules file"):
         run(tmp_path, [record(32, 8, 1.0)])
     assert (tmp_path / "sm_90.json").read_text() == "{"
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run(tmp_path, [record(32, 8, 1.0)])
+    before = (tmp_path / "sm_90.json").read_bytes()
+    monkeypatch.setattr("kda_tl.specs.schedule_file.os.fsync", full)
+    with pytest.raises(ScheduleFileError, match=r"sm_90\.json cannot be written \(No space left on device\), and is as it was"):
+        run(tmp_path, [record(64, 8, 1.0)])
+    assert (tmp_path / "sm_90.json").read_bytes() == before
 
 
 def test_siblings_take_over_what_serves_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from tuning_folders import write_merge_plan
 
-from kda_tl.tuning.problems_plan import PlanError, read_plan
+from kda_tl.tuning.problems_plan import PlanError, read_plan, write_plan
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -68,6 +69,15 @@ def test_what_is_no_plan_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(PlanError, match=r"plan\.json is no plan of format 1 \(it is no (JSON|table)\): remove it and make one"):
         read_plan(tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    plan = write_merge_plan(tmp_path)
+    (tmp_path / ".plan.json.tmp").symlink_to("/dev/full")
+    words = f"{tmp_path}/plan.json cannot be written .No space left on device.: mend that; then the same command again goes on"
+    with pytest.raises(PlanError, match=words):
+        write_plan(tmp_path, dataclasses.replace(plan, specs=()))
+    assert read_plan(tmp_path) == plan
 
 
 def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kda_tl.tuning import Timing, TimingsError, read_timings
-from kda_tl.tuning.measure import append_record
+from kda_tl.tuning.measure import MeasureError, append_record
 from kda_tl.tuning.timings import STATUSES
 
 RECORD: dict[str, Any] = {
@@ -68,6 +68,14 @@ def test_a_record_is_appended_after_a_torn_line(tmp_path: Path) -> None:
         file.write(line[:40])
     append_record(path, RECORD)
     assert path.read_bytes() == line + line[:40] + b"\n" + line and read_timings(path) == [Timing(**RECORD)] * 2
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t").symlink_to("/dev/full")
+    with pytest.raises(MeasureError) as raised:
+        append_record(tmp_path / "t", RECORD)
+    again = f"mend that; then `kda-tl autotune --measure {tmp_path} --resume` goes on"
+    assert str(raised.value) == f"{tmp_path / 't'} cannot be written (No space left on device): {again}"
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\x00", b"<<<<<<< HEAD", b"time_ms 0.1"])
