@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def apply(
     Args:
         timings: `kda_tl.tuning.timings`.
         folder: of schedules files; default that of the checkout, or of the installed package.
-        device: whose records count; default: that of all of them.
+        device: whose records count; default: that of all of them, of which there must be one.
         heirs: key of a measured spec -> keys of those that take its schedules over, as a model, in classes within 20 %.
         serves: serves(heir, schedule): whether a schedule can be built for an heir; default: all can.
         planned: what was to be measured: where one of the sizes of a spec is missing, its entry stays. Records of anything
@@ -194,7 +195,11 @@ def select(
 def _of_device(by_spec: Mapping[str, Sequence[Timed]], path: Path, device: str | None) -> dict[str, list[Timed]]:
     devices = sorted({record.device for timed in by_spec.values() for _, record in timed})
     if device is None and len(devices) > 1:
-        raise TimingsError(f"{path}: timings of {' and of '.join(devices)}: name the device whose timings count")
+        one = f"`kda-tl autotune --measure {shlex.quote(str(path.parent))}` on the one that counts moves these aside"
+        raise TimingsError(
+            f"{path}: timings of {' and of '.join(devices)}, and those of one device are to choose: {one} and times anew; or "
+            f"measure in a copy of the folder that has no {path.name}, one for each device"
+        )
     if device is not None and device not in devices:
         raise TimingsError(f"{path}: no timings of {device}, but of {', '.join(devices) or 'nothing'}")
     kept = {key: [one for one in timed if device in (None, one[1].device)] for key, timed in by_spec.items()}

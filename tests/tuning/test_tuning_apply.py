@@ -159,8 +159,10 @@ def test_timings_of_other_versions_are_told_of(tmp_path: Path) -> None:
 
 def test_timings_of_two_devices(tmp_path: Path) -> None:
     lines = [record(32, 8, 1.0), record(64, 8, 0.1, device="NVIDIA L40S")]
-    with pytest.raises(TimingsError, match="timings of NVIDIA H200 and of NVIDIA L40S: name the device"):
+    with pytest.raises(TimingsError, match="timings of NVIDIA H200 and of NVIDIA L40S, and those of one") as raised:
         run(tmp_path, lines)
+    assert f"`kda-tl autotune --measure {tmp_path}` on the one that counts" in str(raised.value)
+    assert "in a copy of the folder that has no timings.jsonl" in str(raised.value)
     assert shape(run(tmp_path, lines, device="NVIDIA H200")[0]) == [(None, 32)]
     with pytest.raises(TimingsError, match="no timings of NVIDIA B200, but of NVIDIA H200, NVIDIA L40S"):
         run(tmp_path, lines, device="NVIDIA B200")
