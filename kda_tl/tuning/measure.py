@@ -7,6 +7,7 @@ What a candidate came to is on disk before the next one is told about: whatever 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
@@ -15,7 +16,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
@@ -114,8 +115,9 @@ def measure(
 
     Raises:
         PlanError: the folder has no plan.
-        MeasureError: this machine has no device of the plan's arch; artifacts of the plan, or what they load with, are not in
-            the folder as they were built; the child process does not start, or can load nothing; records cannot be written.
+        MeasureError: this machine has no device of the plan's arch; another process measures in the folder; artifacts of the
+            plan, or what they load with, are not in the folder as they were built; the child process does not start, or can
+            load nothing; records cannot be written.
         RegistryError: the folder cannot be read.
     """
     began = time.monotonic()
@@ -126,10 +128,10 @@ def measure(
         raise MeasureError(reason)
     _find_artifacts(folder, plan)
     path = folder / TIMINGS
-    told = read_timings(path) if resume and path.exists() else []
     counts: dict[str, int] = {}
     not_made: list[str] = []
-    with _Child(folder, plan.arch) as child:
+    with _alone(folder), _Child(folder, plan.arch) as child:
+        told = read_timings(path) if resume and path.exists() else []
         hello = child.start()
         if not resume and path.exists():  # only now: where there is no device, nothing has happened
             _move_aside(path)
@@ -165,6 +167,22 @@ def measure(
                 done += 1
                 keep(group.spec, group.problem, found.number, found)
     return Summary(hello.device, counts, total - done, time.monotonic() - began, tuple(not_made))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes would time each other, and everything twice. The kernel drops the lock when its holder dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MeasureError(f"{folder} is being measured by another process: let it end, or stop it first") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _find_artifacts(folder: Path, plan: Plan) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tuning_folders import MERGE, read_records, write_merge_plan
 
 from kda_tl.tuning import measure as measuring
-from kda_tl.tuning.measure import Summary, measure
+from kda_tl.tuning.measure import MeasureError, Summary, measure
 from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotMade
 
 Answers = Callable[[Job], Iterator[Any]]
@@ -84,3 +84,18 @@ def test_a_candidate_that_ended_the_process_leaves_the_others_two_tries(play: Ca
     assert summary.left == 0 and summary.counts == {"ok": 3, "crashed": 1}
     reasons = [(record["status"], record["reason"]) for record in read_records(tmp_path / "timings.jsonl")]
     assert reasons[0] == ("crashed", "ended by SIGKILL in its check") and {status for status, _ in reasons[1:]} == {"ok"}
+
+
+def test_a_folder_is_measured_by_one_process_at_a_time(play: Callable[..., Summary], tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def meanwhile(job: Job) -> Iterator[Any]:
+        for resume in (False, True):
+            with pytest.raises(MeasureError, match="is being measured by another process") as raised:
+                measure(tmp_path, resume=resume)
+            refused.append(str(raised.value))
+        yield from timed(job)
+
+    assert play([timed, meanwhile]).counts == {"ok": 4} and len(refused) == 2 and str(tmp_path) in refused[0]
+    assert [file.name for file in tmp_path.glob("timings*")] == ["timings.jsonl"]
+    assert play([]).counts == {"ok": 4}  # it is over
