@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kda_tl.cli.shared import Minutes, NamedPath, arch_option, size, table
+from kda_tl.cli.shared import INTERRUPTED, Minutes, NamedPath, arch_option, size, table
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime.errors import KdaTlError
 from kda_tl.specs.defaults import default_specs
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["autotune"]
 
-INTERRUPTED = 130
 TUNED_KERNELS = ("chunk_scan", "chunk_wy", "intracard_merge", "intracard_pre_scan", "recurrent_decode")
 OPTIONS_OF_STEP = {
     "prepare": ("kernels", "op", "jobs"),
