@@ -129,7 +129,7 @@ def apply(
         chosen = table.choose()
         if not table.sizes:
             became = ", ".join(f"{count} {status}" for status, count in sorted(table.counts.items()))
-            notes.append(f"{key}: no schedule is left, of what was timed {became}: left as it was")
+            notes.append(f"{key}: no schedule is left, of what was timed {became}, and the records say why: left as it was")
             continue
         if missing:
             notes.append(f"{key}: no times yet of size {', '.join(map(str, missing))}: left as it was")
@@ -171,8 +171,9 @@ def select(
     ran = [record for record in records if record.status != "rejected"]
     current = ran if planned is None else [record for record in ran if record.key in planned]
     if stale := len(ran) - len(current):
-        notes.append(f"{stale} stale {'record' if stale == 1 else 'records'} passed over, of candidates or sizes that the plan "
-                     "no longer has")  # fmt: skip
+        count = f"{stale} stale {'record' if stale == 1 else 'records'}"
+        what = "of candidates or sizes that the plan no longer has"
+        notes.append(f"{count} passed over, {what}: --measure with --resume times those that it has")
     for record in current:
         by_spec.setdefault(record.spec, []).append(record)
     for key, own in sorted(by_spec.items()):

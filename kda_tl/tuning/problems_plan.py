@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -252,6 +253,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
         temporary.write_text(json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, folder / PLAN)
     except OSError as error:
+        with suppress(OSError):  # the folder travels
+            temporary.unlink()
         raise PlanError(
             f"{folder / PLAN} cannot be written ({error.strerror}): mend that; then the same command again goes on"
         ) from None

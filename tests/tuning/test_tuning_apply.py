@@ -234,7 +234,10 @@ def test_stale_records_do_not_count(tmp_path: Path) -> None:
     told = record(128, 0, "rejected", artifact=None, problem={})
     classes, applied = run(tmp_path, [*old, told, *new, *old], planned=planned(*new))
     assert shape(classes) == [(None, 32)] and applied.gains[0].sizes == (8,)
-    assert applied.notes == ("14 stale records passed over, of candidates or sizes that the plan no longer has",)
+    assert len(applied.notes) == 1
+    assert applied.notes[0].startswith(
+        "14 stale records passed over, of candidates or sizes that the plan no longer has: --meas"
+    )
     # Without a plan nothing says which of them are stale: the last ones count.
     (tmp_path / "all").mkdir()
     classes, applied = run(tmp_path / "all", [*new, *old[:3]])
@@ -246,7 +249,8 @@ def test_a_spec_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
     classes, applied = run(tmp_path, lines)
     assert not classes and not applied.changed
     assert applied.notes == (
-        f"{SPEC.key}: no schedule is left, of what was timed 1 crashed, 1 ok, 1 timeout, 1 wrong: left as it was",
+        f"{SPEC.key}: no schedule is left, of what was timed 1 crashed, 1 ok, 1 timeout, 1 wrong, and the records say why: "
+        "left as it was",
     )
     assert run(tmp_path, lines, planned=planned(*lines))[1].notes == applied.notes
 

@@ -77,7 +77,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     words = f"{tmp_path}/plan.json cannot be written .No space left on device.: mend that; then the same command again goes on"
     with pytest.raises(PlanError, match=words):
         write_plan(tmp_path, dataclasses.replace(plan, specs=()))
-    assert read_plan(tmp_path) == plan
+    assert read_plan(tmp_path) == plan and [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:
