@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kda_tl.cli.shared import Minutes, NamedPath, arch_option, size, table
+from kda_tl.cli.shared import INTERRUPTED, Minutes, NamedPath, arch_option, size, table
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.runtime.errors import KdaTlError
 from kda_tl.specs.defaults import default_specs
@@ -24,15 +24,15 @@ from kda_tl.specs.kernels import KernelSpec, spec_of_key
 from kda_tl.specs.rules import RULES
 from kda_tl.specs.schedule_file import ScheduleFileError
 from kda_tl.specs.schedules import SCHEDULES, schedule_classes
-from kda_tl.tuning import TimingsError
-from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlanError, read_plan
+from kda_tl.tuning import TimingsError, read_timings
+from kda_tl.tuning.apply import Table, select
+from kda_tl.tuning.problems_plan import TIMINGS, PlanError, read_plan
 
 if TYPE_CHECKING:
     from click._termui_impl import ProgressBar
 
 __all__ = ["autotune"]
 
-INTERRUPTED = 130
 TUNED_KERNELS = ("chunk_scan", "chunk_wy", "intracard_merge", "intracard_pre_scan", "recurrent_decode")
 OPTIONS_OF_STEP = {
     "prepare": ("kernels", "op", "jobs"),
@@ -50,11 +50,11 @@ Examples:
   kda-tl autotune --arch sm_90 --prepare DIR         anywhere: compiles the candidates; copy DIR to the GPU
   kda-tl autotune --measure DIR                      there; needs neither TileLang nor a compiler
   kda-tl autotune --measure DIR --resume             goes on after Ctrl-C, a crash, or a budget that was too small
-  kda-tl autotune --apply DIR                        back in the checkout: schedules/ARCH.json, and what changed is built
+  kda-tl autotune --apply DIR                        back in the checkout: schedules/ARCH.json, and the build of it
   kda-tl autotune --report DIR                       what tuning gained, by kernel and size
 
-Exits 0 where every candidate came to an end, be it a bad one; 1 where the budget or a missing device left some; 130 after
-Ctrl-C.
+Exits 0 where every candidate came to an end, be it a bad one; 1 where the budget, a missing device or want of memory left
+some; 130 after Ctrl-C.
 """
 
 
@@ -74,7 +74,9 @@ def _folder_option(name: str, help: str) -> Callable[[Callable[..., Any]], Calla
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="Worker processes that compile.  [default: one per core]")
 @_folder_option("prepare", "Only compile the candidates, into DIR.")
 @_folder_option("measure", "Only time the candidates of DIR, on the device here.")
-@_folder_option("apply", "Only choose by the timings of DIR, write schedules/ARCH.json, and build what changed.")
+@_folder_option(
+    "apply", "Only choose by the timings of DIR, write schedules/ARCH.json, and build what the registry lacks of it."
+)
 @_folder_option("report", "Only print what the timings of DIR say.")
 def autotune(
     arch: str | None, kernels: tuple[str, ...], op: str | None, budget: float, resume: bool, jobs: int | None,
@@ -95,7 +97,8 @@ def autotune(
     if arch is None and (not given or prepare is not None):
         raise click.UsageError("--arch is needed to compile candidates")
     steps = {"prepare": prepare, "measure": measure, "apply": apply, "report": report}
-    _refuse_idle_options(next((name for name, one in steps.items() if one is not None), None))
+    step = next((name for name, one in steps.items() if one is not None), None)
+    _refuse_idle_options(step)
     try:
         folder = given[0] if given else default_root() / "tuning" / str(arch)
         if given and prepare is None and arch is not None and read_plan(folder).arch != arch:
@@ -113,7 +116,8 @@ def autotune(
     except (BuildError, KdaTlError, MeasureError, PlanError, RegistryError, ScheduleFileError, TimingsError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
-        click.echo("\nStopped. What had finished is kept: the same command with --resume does the rest.", err=True)
+        how = " with --resume" if step in (None, "measure") else ""
+        click.echo(f"\nStopped. What had finished is kept: the same command{how} does the rest.", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if left:
         command = f"kda-tl autotune --measure {shlex.quote(str(folder))} --resume"
@@ -187,6 +191,8 @@ def _measure(folder: Path, kernels: Sequence[str], op: str | None, budget: float
         summary = measure(folder, resume=resume, budget_s=budget * 60, only=only, progress=on_record)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "nothing new"
     click.echo(f"{summary.device}: {counts} in {summary.seconds:.0f} s, in {folder / TIMINGS}")
+    for problem in summary.not_made:
+        click.echo(f"  Candidates are left, for the tensors of their problem could not be made: {problem}")
     return summary.left
 
 
@@ -202,26 +208,28 @@ def _apply(folder: Path, jobs: int | None) -> None:
     applied = apply(
         folder / TIMINGS, plan.arch, heirs={spec.spec: spec.inherits for spec in plan.specs},
         serves=lambda heir, schedule: (heir, json.dumps(dict(schedule), sort_keys=True)) in served,
-        planned={spec.spec: [problem.size for problem in spec.problems] for spec in plan.specs},
+        planned=plan.keys,
     )  # fmt: skip
     click.echo(str(applied))
-    if applied.changed:
-        registry = Registry(default_root())
-        with _progress(f"{plan.arch}, building") as tell:
-            done, specs = itertools.count(1), [spec_of_key(key) for key in applied.changed]
-            total = sum(len({one.schedule for one in schedule_classes(spec, plan.arch)}) for spec in specs)
-            build(
-                plan.arch, specs, registry, jobs=jobs, isolate=True,
-                progress=lambda result: tell(next(done), total, result.spec.key),
-            )  # fmt: skip
-        click.echo(f"  Built into {registry.root}.")
+    # All specs of the plan, not the changed ones alone: a build that was stopped goes on, and one that is complete is read.
+    keys = dict.fromkeys([*(key for spec in plan.specs for key in (spec.spec, *spec.inherits)), *applied.changed])
+    registry = Registry(default_root())
+    with _progress(f"{plan.arch}, building") as tell:
+        done, specs = itertools.count(1), [spec_of_key(key) for key in keys]
+        total = sum(len({one.schedule for one in schedule_classes(spec, plan.arch)}) for spec in specs)
+        results = build(
+            plan.arch, specs, registry, jobs=jobs, isolate=True,
+            progress=lambda result: tell(next(done), total, result.spec.key),
+        )  # fmt: skip
+    compiled = sum(result.compiled for result in results)
+    click.echo(f"  Built into {registry.root}: {compiled} compiled, {len(results) - compiled} were there.")
 
 
 def _changed(key: str, schedule: Mapping[str, object]) -> str:
     """A kernel and what a schedule has of its own, as `chunk_scan(block_v=32, stages=3)`."""
     kernel = key.partition("[")[0]
     default = SCHEDULES[kernel]().as_dict()
-    fields = ", ".join(f"{name}={value}" for name, value in schedule.items() if value != default[name])
+    fields = ", ".join(f"{name}={value}" for name, value in schedule.items() if value != default.get(name))
     return f"{kernel}({fields})"
 
 
@@ -251,42 +259,38 @@ def _progress(label: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _report(folder: Path) -> str:
-    """Per spec and size: the time of the schedule that was in force, the best one's, and that over the floor."""
-    from kda_tl.tuning.measure import read_records
-    from kda_tl.tuning.timings import read_timings
-
+    """Per spec and size: the time of the schedule that was in force, the best one's, and that over the floor. Of the records
+    that --apply goes by."""
     plan, rows = read_plan(folder), []
     if not (folder / TIMINGS).exists():
         return _not_measured(folder)
-    read_timings(folder / TIMINGS)  # raises where a line is no record
-    records = read_records(folder / TIMINGS)
-    for device in dict.fromkeys(record["device"] for record in records):
-        timed = [record for record in records if record["device"] == device and record["status"] in ("ok", "stopped")]
-        for key, problem_size in dict.fromkeys((record["spec"], record["size"]) for record in timed):
-            here = [record for record in timed if (record["spec"], record["size"]) == (key, problem_size)]
-            best = min((record for record in here if record["status"] == "ok"), key=lambda r: r["time_ms"], default=None)
-            if best is not None:
-                base = next((record["time_ms"] for record in here if record["baseline"]), None)
-                rows.append((device, str(problem_size), *_row(plan, best, base, len(here)), key))
+    by_spec, notes = select(read_timings(folder / TIMINGS), plan.arch, plan.keys)
+    for device in sorted({record.device for timed in by_spec.values() for _, record in timed}):
+        for key, timed in by_spec.items():
+            here = [one for one in timed if one[1].device == device]
+            right, stopped = Table.of(here), Table.of(here, stopped=True)
+            for at in right.sizes:
+                count = sum(at in times for times in stopped.times.values())
+                rows.append((device, str(at), *_row(key, right, at, count, plan.arch), key))
     header = ("device", "size", "in force ms", "best ms", "gain", "over floor", "timed", "best schedule", "spec")
-    return table(header, rows) if rows else f"No timings in {folder / TIMINGS}."
+    told = table(header, rows) if rows else f"No timings of the plan's candidates in {folder / TIMINGS}."
+    return "\n".join([told, *(f"  {note}" for note in notes)])
 
 
 def _not_measured(folder: Path) -> str:
     return f"{folder} has no timings yet: `kda-tl autotune --measure {shlex.quote(str(folder))}`"
 
 
-def _row(plan: Plan, best: dict[str, Any], base: float | None, timed: int) -> tuple[str, ...]:
-    try:
-        spec = spec_of_key(best["spec"])
-        floor = floor_ms(cost(spec, Problem(**best["problem"]), SCHEDULES[spec.kernel](**best["schedule"])), plan.arch)
-    except (TypeError, ValueError):  # of another version
-        floor = None
+def _row(key: str, right: Table, at: int, timed: int, arch: str) -> tuple[str, ...]:
+    best = right.best(at)
+    base = right.times[right.baselines[at]][at] if at in right.baselines else None
+    time_ms, problem = right.times[best][at], right.records[best, at].problem
+    floor = floor_ms(cost(spec_of_key(key), Problem(**problem), best), arch)
     return (
         "-" if base is None else f"{base:.4f}",
-        f"{best['time_ms']:.4f}",
-        "-" if base is None else f"{base / best['time_ms']:.2f}x",
-        "-" if floor is None else f"{best['time_ms'] / floor:.2f}",
+        f"{time_ms:.4f}",
+        "-" if base is None else f"{base / time_ms:.2f}x",
+        "-" if floor is None else f"{time_ms / floor:.2f}",
         str(timed),
-        _changed(best["spec"], best["schedule"]),
+        _changed(key, best.as_dict()),
     )

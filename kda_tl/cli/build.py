@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kda_tl.cli.shared import arch_option, registry_option, size, sized, stored_bytes, table
+from kda_tl.cli.shared import INTERRUPTED, arch_option, registry_option, size, sized, stored_bytes, table
 from kda_tl.ops.plan import counted
 from kda_tl.registry import Registry, RegistryError, default_root
 from kda_tl.specs.archs import arch as arch_row
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kda_tl.compiler.build import BuildResult
 
 __all__ = ["build"]
-
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 class Spec(click.ParamType):

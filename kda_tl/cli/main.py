@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kda_tl import __version__
@@ -13,6 +15,7 @@ from kda_tl.cli.doctor import doctor
 from kda_tl.cli.explain import explain
 from kda_tl.cli.gc import gc
 from kda_tl.cli.list import list_artifacts
+from kda_tl.cli.shared import INTERRUPTED
 from kda_tl.cli.verify import verify
 
 __all__ = ["cli"]
@@ -37,7 +40,18 @@ Exit codes of every command:
 """
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Commands(click.Group):
+    """After Ctrl-C the exit code is that of every command, also where none of them has begun to look out for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nStopped.", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="kda-tl")
 def cli() -> None:
     """Build and inspect ahead-of-time compiled kernels for delta-rule linear attention."""

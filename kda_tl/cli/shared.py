@@ -16,6 +16,7 @@ from kda_tl.registry import Registry, search_path
 from kda_tl.specs.archs import ARCHS
 
 __all__ = [
+    "INTERRUPTED",
     "Minutes",
     "NamedPath",
     "arch_option",
@@ -29,6 +30,8 @@ __all__ = [
     "stored_bytes",
     "table",
 ]
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kda_tl.specs.kernels import spec_of_key
-from kda_tl.specs.schedule_file import MAX_CLASSES, class_as_json, make_schedule, read_entries, write_entries
+from kda_tl.specs.schedule_file import MAX_CLASSES, ScheduleFileError, class_as_json, make_schedule, read_entries, write_entries
 from kda_tl.specs.schedules import Measured, Schedule, SizeClass, schedules_folder
-from kda_tl.tuning.timings import Timing, TimingsError, read_timings
+from kda_tl.tuning.timings import Key, Timing, TimingsError, read_timings
 
-__all__ = ["TOLERANCE", "Applied", "Gain", "apply"]
+__all__ = ["TOLERANCE", "Applied", "Gain", "Table", "apply", "select"]
 
 TOLERANCE = 1.02
 """Times this close to the best count as the best where that saves a class. No choice is further above what was in force."""
@@ -27,6 +29,7 @@ HEIR_TOLERANCE = 1.2
 may be this far above the best, and above what was in force. So far out, times of clear losers count, of fewer rounds."""
 
 Serves = Callable[[str, Mapping[str, Any]], bool]
+Timed = tuple[Schedule, Timing]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Applied:
         gains: of the specs that were measured.
         inherited: keys of the specs that took their schedules from one that was measured.
         changed: keys of those whose entry is another one than before.
-        notes: timings that could not be used, and why.
+        notes: timings that were not used, entries that were left as they were, and why.
     """
 
     path: Path
@@ -89,7 +92,7 @@ def apply(
     device: str | None = None,
     heirs: Mapping[str, Sequence[str]] | None = None,
     serves: Serves | None = None,
-    planned: Mapping[str, Sequence[int]] | None = None,
+    planned: Collection[Key] | None = None,
 ) -> Applied:
     """Writes the choices that `timings` make into the schedules file of `arch`, at once; entries of other specs stay.
 
@@ -101,40 +104,38 @@ def apply(
     Args:
         timings: `kda_tl.tuning.timings`.
         folder: of schedules files; default that of the checkout, or of the installed package.
-        device: whose records count; default: that of all of them.
+        device: whose records count; default: that of all of them, of which there must be one.
         heirs: key of a measured spec -> keys of those that take its schedules over, as a model, in classes within 20 %.
         serves: serves(heir, schedule): whether a schedule can be built for an heir; default: all can.
-        planned: key of a measured spec -> the sizes that were to be measured: where one is missing, the entry stays.
+        planned: what was to be measured: where one of the sizes of a spec is missing, its entry stays. Records of anything
+            else are stale and do not count. Default: all count.
 
     Raises:
         TimingsError: the timings cannot be used, or are of several devices.
-        ScheduleFileError: the schedules file cannot be read: what it holds would be lost.
+        ScheduleFileError: the schedules file cannot be read, so that what it holds would be lost; or it cannot be written.
         ValueError: a key of `heirs` is no spec.
     """
     path = (schedules_folder() if folder is None else folder) / f"{arch}.json"
     before = read_entries(path, arch) if path.exists() else {}
-    by_spec: dict[str, list[Timing]] = {}
-    for timing in _of_device(read_timings(timings), timings, device):
-        by_spec.setdefault(timing.spec, []).append(timing)
-    entries, gains, inherited, notes = dict(before), [], [], []
-    for key, records in sorted(by_spec.items()):
-        try:
-            spec = spec_of_key(key)
-        except ValueError as error:
-            notes.append(f"{key}: timings of no spec of this version, {error}")
+    selected, notes = select(read_timings(timings), arch, planned)
+    by_spec = _of_device(selected, timings, device)
+    sizes: dict[str, set[int]] = {}
+    for key, size, *_ in planned or ():
+        sizes.setdefault(key, set()).add(size)
+    entries, gains, inherited = dict(before), [], []
+    for key, timed in by_spec.items():
+        table, coarse = Table.of(timed), Table.of(timed, stopped=True)
+        missing = sorted(sizes.get(key, set()) - set(table.sizes))
+        chosen = table.choose()
+        if not table.sizes:
+            became = ", ".join(f"{count} {status}" for status, count in sorted(table.counts.items()))
+            notes.append(f"{key}: no schedule is left, of what was timed {became}, and the records say why: left as it was")
             continue
-        table, unknown = _Table.of(spec.kernel, records, arch)
-        coarse, _ = _Table.of(spec.kernel, records, arch, stopped=True)
-        if unknown:
-            notes.append(f"{key}: {len(unknown)} timings of schedules that this version does not have, {unknown[0]}")
-        missing = sorted(set((planned or {}).get(key, ())) - set(table.sizes))
-        if missing and table.sizes:
+        if missing:
             notes.append(f"{key}: no times yet of size {', '.join(map(str, missing))}: left as it was")
             continue
-        chosen = table.choose()
         if chosen is None:
-            if table.sizes:
-                notes.append(f"{key}: no schedules serve all sizes and are as fast as those in force: left as it was")
+            notes.append(f"{key}: no schedules serve all sizes and are as fast as those in force: left as it was")
             continue
         gains.append(table.gain(key, chosen))
         entries[key] = {"classes": [class_as_json(one) for one in gains[-1].classes]}
@@ -149,7 +150,11 @@ def apply(
                 inherited.append(heir)
     changed = sorted(key for key in entries if entries[key] != before.get(key))
     if changed:
-        write_entries(path, arch, entries)
+        try:
+            write_entries(path, arch, entries)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}), and is as it was: mend that, and apply again"
+            raise ScheduleFileError(f"{path} {reason}") from None
     return Applied(path, tuple(gains), tuple(sorted(inherited)), tuple(changed), tuple(notes))
 
 
@@ -157,13 +162,49 @@ def _serves(serves: Serves, heir: str, schedule: Schedule) -> bool:
     return serves(heir, schedule.as_dict())
 
 
-def _of_device(records: Sequence[Timing], path: Path, device: str | None) -> Sequence[Timing]:
-    devices = sorted({record.device for record in records})
+def select(
+    records: Sequence[Timing], arch: str, planned: Collection[Key] | None = None
+) -> tuple[dict[str, list[Timed]], list[str]]:
+    """(what counts by spec, notes on what does not): candidates that ran, which this version and the plan, if there is one,
+    still have."""
+    notes, by_spec, found = [], dict[str, list[Timing]](), dict[str, list[Timed]]()
+    ran = [record for record in records if record.status != "rejected"]
+    current = ran if planned is None else [record for record in ran if record.key in planned]
+    if stale := len(ran) - len(current):
+        count = f"{stale} stale {'record' if stale == 1 else 'records'}"
+        what = "of candidates or sizes that the plan no longer has"
+        notes.append(f"{count} passed over, {what}: --measure with --resume times those that it has")
+    for record in current:
+        by_spec.setdefault(record.spec, []).append(record)
+    for key, own in sorted(by_spec.items()):
+        try:
+            kernel = spec_of_key(key).kernel
+        except ValueError as error:
+            notes.append(f"{key}: timings of no spec of this version, {error}")
+            continue
+        unknown = []
+        for record in own:
+            try:
+                found.setdefault(key, []).append((make_schedule(kernel, dict(record.schedule), arch), record))
+            except ValueError as error:
+                unknown.append(str(error))
+        if unknown:
+            notes.append(f"{key}: {len(unknown)} timings of schedules that this version does not have, {unknown[0]}")
+    return found, notes
+
+
+def _of_device(by_spec: Mapping[str, Sequence[Timed]], path: Path, device: str | None) -> dict[str, list[Timed]]:
+    devices = sorted({record.device for timed in by_spec.values() for _, record in timed})
     if device is None and len(devices) > 1:
-        raise TimingsError(f"{path}: timings of {' and of '.join(devices)}: name the device whose timings count")
+        one = f"`kda-tl autotune --measure {shlex.quote(str(path.parent))}` on the one that counts moves these aside"
+        raise TimingsError(
+            f"{path}: timings of {' and of '.join(devices)}, and those of one device are to choose: {one} and times anew; or "
+            f"measure in a copy of the folder that has no {path.name}, one for each device"
+        )
     if device is not None and device not in devices:
         raise TimingsError(f"{path}: no timings of {device}, but of {', '.join(devices) or 'nothing'}")
-    return [record for record in records if device is None or record.device == device]
+    kept = {key: [one for one in timed if device in (None, one[1].device)] for key, timed in by_spec.items()}
+    return {key: timed for key, timed in kept.items() if timed}
 
 
 Group = tuple[int, int, Schedule]
@@ -171,26 +212,23 @@ Group = tuple[int, int, Schedule]
 
 
 @dataclass(frozen=True)
-class _Table:
-    """sizes, rising; time_ms of the schedules that are right everywhere, by size; what was in force; the record of each."""
+class Table:
+    """Of one spec on one device: sizes, rising; time_ms of the schedules that are right everywhere, by size; what was in
+    force; the record of each; how many candidates and problems came to which end."""
 
     sizes: tuple[int, ...]
     times: Mapping[Schedule, Mapping[int, float]]
     baselines: Mapping[int, Schedule]
     records: Mapping[tuple[Schedule, int], Timing]
+    counts: Mapping[str, int]
 
     @classmethod
-    def of(cls, kernel: str, records: Sequence[Timing], arch: str, stopped: bool = False) -> tuple[_Table, list[str]]:
-        """stopped: whether losers that were stopped early have times, too. Beside it, schedules that this version has not."""
+    def of(cls, timed: Sequence[Timed], stopped: bool = False) -> Table:
+        """Of several records of a schedule and problem the last one counts. stopped: whether losers that were stopped early
+        have times, too."""
         counted = ("ok", "stopped") if stopped else ("ok",)
         last: dict[tuple[Schedule, int, str], Timing] = {}
-        unknown = []
-        for record in records:
-            try:
-                schedule = make_schedule(kernel, dict(record.schedule), arch)
-            except ValueError as error:
-                unknown.append(str(error))
-                continue
+        for schedule, record in timed:
             key = (schedule, record.size, json.dumps(record.problem, sort_keys=True))
             last.pop(key, None)  # to the end: records of a size are in the order of their last measurement
             last[key] = record
@@ -210,7 +248,11 @@ class _Table:
                 if record.baseline:
                     baselines[size] = schedule
         sizes = tuple(sorted({size for by_size in times.values() for size in by_size}))
-        return cls(sizes, times, baselines, latest), unknown
+        return cls(sizes, times, baselines, latest, Counter(record.status for record in last.values()))
+
+    def best(self, size: int) -> Schedule:
+        """The fastest at one of the sizes."""
+        return min((s for s, times in self.times.items() if size in times), key=lambda s: (self.times[s][size], _text(s)))
 
     def choose(self, allowed: Callable[[Schedule], bool] | None = None, near: float = TOLERANCE) -> list[Group] | None:
         """The fewest classes of schedules as `near` the best; where these would be over MAX_CLASSES, the fastest ones that keep

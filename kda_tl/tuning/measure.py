@@ -7,6 +7,7 @@ What a candidate came to is on disk before the next one is told about: whatever 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
@@ -15,7 +16,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
@@ -26,16 +27,18 @@ from typing import Any
 from kda_tl import __version__
 from kda_tl.runtime.loader import has_support, is_whole
 from kda_tl.specs.kernels import spec_of_key
-from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, serve
+from kda_tl.tuning.measure_child import MAKING_TENSORS, At, Done, Found, Hello, Job, NotLoaded, NotMade, serve
 from kda_tl.tuning.measure_device import why_not
 from kda_tl.tuning.problems_plan import TIMINGS, Plan, PlannedProblem, PlannedSpec, read_plan
-from kda_tl.tuning.timings import read_timings
+from kda_tl.tuning.timings import Key, Timing, read_timings, timing_key
 
-__all__ = ["MeasureError", "Summary", "append_record", "measure", "read_records"]
+__all__ = ["MeasureError", "Summary", "append_record", "measure"]
 
 Record = dict[str, Any]
 START_SECONDS = 300.0
 """Until a child has torch, the driver and a context; and until it has a problem's tensors."""
+TRIES = 2
+"""To make a problem's tensors: what ends a process meanwhile, such as want of memory, need not be there the next time."""
 
 
 class MeasureError(RuntimeError):
@@ -44,12 +47,14 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Summary:
-    """counts: new records by status; left: candidates that the budget did not reach."""
+    """counts: new records by status; left: candidates that are open still, because the budget did not reach them or their
+    problem's tensors could not be made; not_made: those problems, and why."""
 
     device: str
     counts: Mapping[str, int]
     left: int
     seconds: float
+    not_made: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,32 +73,25 @@ class _Group:
         return Job(self.spec.spec, self.problem.problem, rows, baselines[0] if baselines else None, self.best_ms)
 
 
-def read_records(path: Path) -> list[Record]:
-    """All whole lines. A last one that was cut off, by a kill in the middle of a write, is as if it had never been."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
-
-
 def append_record(path: Path, record: Record) -> None:
-    """On disk when it returns; after what is left of a line that was cut off, on a line of its own."""
-    with open(path, "a+b") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        else:
-            torn = False
-        file.write(b"\n" * torn + json.dumps(record, sort_keys=True).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """On disk when it returns; after what is left of a line that was cut off, on a line of its own.
+
+    Raises:
+        MeasureError: it cannot be written. What had been is kept.
+    """
+    try:
+        with open(path, "a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            else:
+                torn = False
+            file.write(b"\n" * torn + json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        again = f"`kda-tl autotune --measure {shlex.quote(str(path.parent))} --resume`"
+        raise MeasureError(f"{path} cannot be written ({error.strerror}): mend that; then {again} goes on") from None
 
 
 def measure(
@@ -117,8 +115,9 @@ def measure(
 
     Raises:
         PlanError: the folder has no plan.
-        MeasureError: this machine has no device of the plan's arch; artifacts of the plan, or what they load with, are not in
-            the folder as they were built; the child process does not start, or can load nothing.
+        MeasureError: this machine has no device of the plan's arch; another process measures in the folder; artifacts of the
+            plan, or what they load with, are not in the folder as they were built; the child process does not start, or can
+            load nothing; records cannot be written.
         RegistryError: the folder cannot be read.
     """
     began = time.monotonic()
@@ -129,14 +128,14 @@ def measure(
         raise MeasureError(reason)
     _find_artifacts(folder, plan)
     path = folder / TIMINGS
-    if resume and path.exists():
-        read_timings(path)  # raises where a line is no record
     counts: dict[str, int] = {}
-    with _Child(folder, plan.arch) as child:
+    not_made: list[str] = []
+    with _alone(folder), _Child(folder, plan.arch) as child:
+        told = read_timings(path) if resume and path.exists() else []
         hello = child.start()
         if not resume and path.exists():  # only now: where there is no device, nothing has happened
             _move_aside(path)
-        records = [record for record in read_records(path) if record.get("device") == hello.device]
+        records = [record for record in told if record.device == hello.device]
         groups = list(_groups(plan, records))
         total, done = sum(len(group.open) for group in groups), 0
 
@@ -162,9 +161,28 @@ def measure(
             if budget_s is not None and time.monotonic() - began > budget_s:
                 break
             for found in _run(child, group, patience_s):
+                if isinstance(found, NotMade):
+                    not_made.append(f"{group.spec.spec}, size {group.problem.size}: {found.reason}")
+                    continue
                 done += 1
                 keep(group.spec, group.problem, found.number, found)
-    return Summary(hello.device, counts, total - done, time.monotonic() - began)
+    return Summary(hello.device, counts, total - done, time.monotonic() - began, tuple(not_made))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes would time each other, and everything twice. The kernel drops the lock when its holder dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MeasureError(f"{folder} is being measured by another process: let it end, or stop it first") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _find_artifacts(folder: Path, plan: Plan) -> None:
@@ -190,44 +208,42 @@ def _move_aside(path: Path) -> None:
     os.rename(path, aside)
 
 
-def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    problem = json.dumps([record["schedule"], record["problem"]], sort_keys=True)
-    return record["spec"], record["size"], record.get("artifact"), problem
-
-
-def _groups(plan: Plan, records: Sequence[Record]) -> Iterator[_Group]:
-    finished = {_key(record): record for record in records}
+def _groups(plan: Plan, records: Sequence[Timing]) -> Iterator[_Group]:
+    finished = {record.key: record for record in records}
     for spec in plan.specs:
         for problem in spec.problems:
             left, best = [], None
             for number, one in enumerate(spec.candidates):
                 if one.artifact is None:
                     continue
-                size = {"spec": spec.spec, "size": problem.size, "problem": problem.problem}
-                record = finished.get(_key({**size, "schedule": one.schedule, "artifact": one.artifact}))
+                record = finished.get(timing_key(spec.spec, problem.size, one.artifact, one.schedule, problem.problem))
                 if record is None:
                     left.append(number)
-                elif record["status"] == "ok":
-                    best = min(record["time_ms"], record["time_ms"] if best is None else best)
+                elif record.status == "ok" and record.time_ms is not None:
+                    best = min(record.time_ms, record.time_ms if best is None else best)
             if left:
                 yield _Group(spec, problem, tuple(left), best)
 
 
-def _rejected(plan: Plan, records: Sequence[Record]) -> Iterator[tuple[PlannedSpec, int]]:
-    told = {_key(record) for record in records if record["status"] == "rejected"}
+def _rejected(plan: Plan, records: Sequence[Timing]) -> Iterator[tuple[PlannedSpec, int]]:
+    told: set[Key] = {record.key for record in records if record.status == "rejected"}
     for spec in plan.specs:
         for number, one in enumerate(spec.candidates):
-            known = _key({"spec": spec.spec, "size": 0, "problem": {}, "schedule": one.schedule, "artifact": None}) in told
-            if one.artifact is None and not known:
+            if one.artifact is None and timing_key(spec.spec, 0, None, one.schedule, {}) not in told:
                 yield spec, number
 
 
-def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
-    """Every open candidate's result; one that takes its process along is a result too, and the others go on in a new one."""
-    left = list(group.open)
+def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found | NotMade]:
+    """Every open candidate's result; one that takes its process along is a result too, and the others go on in a new one.
+
+    Where the process ends, or says that it cannot, before any candidate is touched, the problem is tried once more. After that
+    `NotMade` comes last, and what is open stays open.
+    """
+    left, tries = list(group.open), TRIES
     while left:
         job = _Group(group.spec, group.problem, tuple(left), group.best_ms).job()
         at: At = At(None, MAKING_TENSORS)
+        reason = None
         for message in child.ask(job, patience_s):
             if isinstance(message, At):
                 at = message
@@ -236,12 +252,17 @@ def _run(child: _Child, group: _Group, patience_s: float) -> Iterator[Found]:
                 yield message
             elif isinstance(message, NotLoaded):
                 raise MeasureError(f"candidates cannot be loaded here: {message.reason}")
-            elif isinstance(message, _Ended):
-                lost = [at.number] if at.number is not None else list(left)
-                for number in [number for number in lost if number in left]:
-                    left.remove(number)
-                    yield Found(number, message.status, reason=f"{message.how} in its {at.what}" if at.number is not None
-                                else f"{message.how} while {at.what}")  # fmt: skip
+            elif isinstance(message, NotMade):
+                reason = message.reason
+            elif isinstance(message, _Ended) and at.number in left:
+                left.remove(at.number)
+                yield Found(at.number, message.status, reason=f"{message.how} in its {at.what}")
+            elif isinstance(message, _Ended) and reason is None:
+                reason = f"{message.how} while {at.what}"
+        tries = TRIES if at.number is not None else tries - 1
+        if not tries:
+            yield NotMade(f"{reason}, {TRIES} times")
+            return
 
 
 @dataclass(frozen=True)
@@ -291,7 +312,7 @@ class _Child:
             self.pipe.close()
         self.process, self.pipe = None, None
 
-    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | NotLoaded | _Ended]:
+    def ask(self, job: Job, patience_s: float) -> Iterator[At | Found | NotLoaded | NotMade | _Ended]:
         """Until the job is done, or the process gone."""
         if self.process is None:
             self.start()
@@ -301,7 +322,7 @@ class _Child:
         for message in self.messages(patience_s):
             if isinstance(message, Done):
                 return
-            if isinstance(message, At | Found | NotLoaded | _Ended):
+            if isinstance(message, At | Found | NotLoaded | NotMade | _Ended):
                 yield message
 
     def messages(self, patience_s: float) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 The parent sends one `Job` after another. The child answers with `At` before it touches a candidate, `Found` for each candidate
 that is finished, and `Done` when none is left. After an exception nothing on the device can be trusted, so the process ends.
-Where it was no candidate's fault, it says `NotLoaded` first.
+Where it was no candidate's fault, it says `NotLoaded` or `NotMade` first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.problems import check_case, full_case
 from kda_tl.tuning.problems_case import Case
 
-__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "NotLoaded", "serve"]
+__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "NotLoaded", "NotMade", "serve"]
 
 ROUNDS = 12
 FIRST_ROUNDS = 3
@@ -81,6 +81,13 @@ class Found:
 @dataclass(frozen=True)
 class NotLoaded:
     """Of this folder, or in this environment, candidates cannot be loaded."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotMade:
+    """There is no memory for the problem's tensors, or they cannot be made for another reason: no candidate was touched."""
 
     reason: str
 
@@ -152,8 +159,7 @@ class _Worker:
             check, full = self.checks[job.spec], full_case(spec, Problem(**job.problem), self.device)
             self.wait()
         except Exception as problem:
-            for number, _ in job.candidates:
-                self.pipe.send(Found(number, "crashed", reason=f"the problem could not be made: {_text(problem)}"))
+            self.pipe.send(NotMade(_text(problem)))
             os._exit(1)
         runners: list[_Runner] = []
         agreed: dict[str, Tensor] = {}

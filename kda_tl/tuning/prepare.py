@@ -80,8 +80,8 @@ def prepare(
 ) -> Plan:
     """Compiles every legal candidate into `folder` and writes its plan. No GPU is needed.
 
-    What the folder has already is not compiled again, and the plan's other specs stay in it. Stopped early, it keeps what had
-    been compiled.
+    What the folder has already is not compiled again, and the plan's other specs stay in it, unless this version does not have
+    them. Stopped early, it keeps what had been compiled.
 
     Args:
         specs: of the arch's default set, to be tuned; None for all. Those that another spec stands for are tuned by it.
@@ -136,10 +136,7 @@ def _refuse_registry(folder: Path) -> None:
 def _planned_before(folder: Path, arch: str, replaced: set[str]) -> list[PlannedSpec]:
     if not (folder / PLAN).exists():
         return []
-    try:
-        plan = read_plan(folder)
-    except PlanError as error:
-        raise PlanError(f"{error}; remove {folder} first, or name another folder") from None
+    plan = read_plan(folder, drop_stale=True)
     if plan.arch != arch:
         raise PlanError(f"{folder} holds candidates of {plan.arch}: name another folder for {arch}")
     return [spec for spec in plan.specs if spec.spec not in replaced]

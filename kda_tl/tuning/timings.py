@@ -1,22 +1,27 @@
 """Timings files: what a tuner found out, a JSON object per line, in the order in which it was found out.
 
     {"spec": KEY, "schedule": {...}, "size": INT, "problem": {...}, "status": "ok", "time_ms": FLOAT, "error": FLOAT,
-     "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL}
+     "reason": null, "device": NAME, "versions": {...}, "date": ISO, "baseline": BOOL,
+     "artifact": ID}
 
 Lines are only ever appended. A process that dies while it writes leaves a torn one, the beginning of a record or zeros: it is
-no record and is passed over.
+no record and is passed over. Anything else that is no record is an error.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATUSES", "Timing", "TimingsError", "read_timings"]
+__all__ = ["STATUSES", "Key", "Timing", "TimingsError", "read_timings", "timing_key"]
+
+Key = tuple[str, int, "str | None", str]
+"""What a record is of: spec, size, artifact, and schedule and problem as text."""
 
 STATUSES = ("ok", "wrong", "crashed", "timeout", "stopped", "rejected")
 
@@ -42,6 +47,7 @@ class Timing:
         versions: of packages and compilers, by name.
         date: ISO, of the measurement.
         baseline: whether this schedule was in force for that size when it was measured.
+        artifact: id of what ran; None where nothing did, or nobody wrote it down.
     """
 
     spec: str
@@ -56,6 +62,7 @@ class Timing:
     versions: Mapping[str, str]
     date: str
     baseline: bool
+    artifact: str | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():
@@ -75,12 +82,23 @@ class Timing:
         except ValueError:
             raise ValueError(f"date must be an ISO date, got {self.date!r}") from None
 
+    @property
+    def key(self) -> Key:
+        return timing_key(self.spec, self.size, self.artifact, self.schedule, self.problem)
+
+
+def timing_key(spec: str, size: int, artifact: str | None, schedule: Mapping[str, Any], problem: Mapping[str, Any]) -> Key:
+    """Records of equal keys say what became of the same thing."""
+    return spec, size, artifact, json.dumps([dict(schedule), dict(problem)], sort_keys=True)
+
 
 MOST_MS = 1e12
+LAST_WORD = re.compile(r"[-+.\w\s\\]*")
 KINDS: Mapping[str, tuple[type, ...]] = {
     "spec": (str,), "schedule": (dict,), "size": (int,), "problem": (dict,), "status": (str,),
     "time_ms": (int, float, type(None)), "error": (int, float, type(None)), "reason": (str, type(None)),
     "device": (str,), "versions": (dict,), "date": (str,), "baseline": (bool,),
+    "artifact": (str, type(None)),
 }  # fmt: skip
 
 
@@ -91,7 +109,7 @@ def read_timings(path: Path) -> list[Timing]:
         TimingsError: the file cannot be read, or a whole line is no record.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise TimingsError(f"{path}: cannot be read: {error.strerror}") from None
     found = []
@@ -99,10 +117,12 @@ def read_timings(path: Path) -> list[Timing]:
         try:
             given = json.loads(line)
         except (ValueError, RecursionError):
-            if line.strip(b"\0 \t") and not line.startswith(b"{"):
-                where = f"{path} line {number}: no record, and not the beginning of one: {line[:40]!r}"
-                raise TimingsError(f"{where}: remove the line, or tune anew") from None
-            continue  # torn, or empty
+            if _is_torn(line):
+                continue
+            text = line.rstrip(b"\r\n")
+            tail = f" .. {text[-40:]!r}" if text.startswith(b"\0") else ""
+            where = f"{path} line {number}: no record, and not the beginning of one: {text[:40]!r}{tail}"
+            raise TimingsError(f"{where}: remove the line, or tune anew") from None
         try:
             found.append(_record(given))
         except ValueError as error:
@@ -110,11 +130,27 @@ def read_timings(path: Path) -> list[Timing]:
     return found
 
 
+def _is_torn(line: bytes) -> bool:
+    """Whether a line that is no JSON is what a process leaves that dies while it writes: nothing, zeros, or the beginning of a
+    record, with zeros after it or not. One with a newline must really be a beginning: a later process went on after it."""
+    text = line.rstrip(b"\0 \t\r\n")
+    if not text.startswith(b"{") or not line.endswith((b"\n", b"\r")):
+        return not text or text.startswith(b"{")
+    try:
+        json.loads(text.decode("utf-8", "ignore"))
+    except json.JSONDecodeError as error:
+        # Of a beginning only the last word is wrong: a string that does not end, or less than a number, a name or an escape.
+        return error.msg.startswith("Unterminated string") or LAST_WORD.fullmatch(error.doc, error.pos) is not None
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
 def _record(given: object) -> Timing:
     if not isinstance(given, dict):
         raise ValueError(f"a record is a JSON object, got {given!r}")
-    names = [f.name for f in fields(Timing)]
-    for name in names:
+    required = [f.name for f in fields(Timing) if f.default is MISSING]
+    for name in required:
         if name not in given:
-            raise ValueError(f"a record has {', '.join(names)}, and {name} is missing")
-    return Timing(**{name: given[name] for name in names})
+            raise ValueError(f"a record has {', '.join(required)}, and {name} is missing")
+    return Timing(**{f.name: given[f.name] for f in fields(Timing) if f.name in given})

@@ -38,6 +38,24 @@ def test_every_help_shows_examples_that_name_real_options(run, command: str) -> 
         assert {word for word in words if word.startswith("--")} <= options, " ".join(words)
 
 
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [
+        (("autotune", "--report", "."), "kda_tl.cli.autotune._refuse_idle_options"),
+        (("autotune", "--report", "."), "kda_tl.cli.shared.NamedPath.convert"),
+        (("list",), "kda_tl.cli.list.registries"),
+        (("bundle", "import", "x.tar"), "kda_tl.cli.shared.NamedPath.convert"),
+    ],
+)
+def test_ctrl_c_is_130_wherever_it_comes(run, monkeypatch, words: tuple[str, ...], at: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(at, interrupted)
+    result = run(*words)
+    assert result.exit_code == 130 and result.output.strip() == "Stopped."
+
+
 def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
     for name, command in cli.commands.items():
         if isinstance(command, click.Group):

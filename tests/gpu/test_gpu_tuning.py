@@ -6,7 +6,7 @@ makes it; the registry must hold what is dispatched (`kda-tl build --arch ARCH`)
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,8 @@ from kda_tl.specs.decode import RecurrentDecodeSpec
 from kda_tl.specs.floors import Problem
 from kda_tl.specs.intracard import IntracardMergeSpec, IntracardPreScanSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec, spec_of_key
-from kda_tl.tuning.measure import measure, read_records
+from kda_tl.tuning import read_timings
+from kda_tl.tuning.measure import measure
 from kda_tl.tuning.problems import held_out_problems, size_of
 from kda_tl.tuning.problems_plan import PLAN, PlannedProblem, PlannedSpec, read_plan, write_plan
 
@@ -54,7 +55,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     planned = {spec_of_key(one.spec): one for one in plan.specs}
     write_plan(folder, replace(plan, specs=tuple(_held_out(planned[spec], arch) for spec in SPECS if spec in planned)))
     measure(folder)
-    return read_records(folder / "timings.jsonl")
+    return [asdict(record) for record in read_timings(folder / "timings.jsonl")]
 
 
 def _held_out(planned: PlannedSpec, arch: str) -> PlannedSpec:

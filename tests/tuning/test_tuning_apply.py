@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec
 from kda_tl.specs.schedule_file import MAX_CLASSES, ScheduleFileError, read_schedule_file, write_entries
 from kda_tl.specs.schedules import ChunkScanSchedule, SizeClass
-from kda_tl.tuning import Applied, TimingsError, apply
+from kda_tl.tuning import Applied, Timing, TimingsError, apply
+from kda_tl.tuning.timings import Key
 
 SPEC, HEIR = ChunkScanSpec(), ChunkScanSpec(state_dtype="bfloat16")
 TILES = (16, 32, 64, 128)
@@ -156,8 +159,10 @@ def test_timings_of_other_versions_are_told_of(tmp_path: Path) -> None:
 
 def test_timings_of_two_devices(tmp_path: Path) -> None:
     lines = [record(32, 8, 1.0), record(64, 8, 0.1, device="NVIDIA L40S")]
-    with pytest.raises(TimingsError, match="timings of NVIDIA H200 and of NVIDIA L40S: name the device"):
+    with pytest.raises(TimingsError, match="timings of NVIDIA H200 and of NVIDIA L40S, and those of one") as raised:
         run(tmp_path, lines)
+    assert f"`kda-tl autotune --measure {tmp_path}` on the one that counts" in str(raised.value)
+    assert "in a copy of the folder that has no timings.jsonl" in str(raised.value)
     assert shape(run(tmp_path, lines, device="NVIDIA H200")[0]) == [(None, 32)]
     with pytest.raises(TimingsError, match="no timings of NVIDIA B200, but of NVIDIA H200, NVIDIA L40S"):
         run(tmp_path, lines, device="NVIDIA B200")
@@ -168,6 +173,18 @@ def test_a_schedules_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path)
     with pytest.raises(ScheduleFileError, match=r"sm_90\.json: not a schedules file"):
         run(tmp_path, [record(32, 8, 1.0)])
     assert (tmp_path / "sm_90.json").read_text() == "{"
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run(tmp_path, [record(32, 8, 1.0)])
+    before = (tmp_path / "sm_90.json").read_bytes()
+    monkeypatch.setattr("kda_tl.specs.schedule_file.os.fsync", full)
+    with pytest.raises(ScheduleFileError, match=r"sm_90\.json cannot be written \(No space left on device\), and is as it was"):
+        run(tmp_path, [record(64, 8, 1.0)])
+    assert (tmp_path / "sm_90.json").read_bytes() == before
 
 
 def test_siblings_take_over_what_serves_them(tmp_path: Path) -> None:
@@ -197,9 +214,45 @@ def test_siblings_count_the_times_of_early_losers(tmp_path: Path) -> None:
     assert shape(classes) == [(22, 16), (None, 64)] and shape(inherited) == [(None, 64)]
 
 
+def planned(*records: dict[str, Any]) -> list[Key]:
+    return [Timing(**one).key for one in records]
+
+
 def test_sizes_that_are_missing_leave_an_entry_as_it_was(tmp_path: Path) -> None:
-    classes, applied = run(tmp_path, [record(32, 8, 1.0)], planned={SPEC.key: [8, 96]})
+    classes, applied = run(tmp_path, [record(32, 8, 1.0)], planned=planned(record(32, 8, 1.0), record(32, 96, 1.0)))
     assert not classes and not applied.changed and "no times yet of size 96" in applied.notes[0]
+
+
+def test_stale_records_do_not_count(tmp_path: Path) -> None:
+    """Of an artifact that was compiled anew since, of a size or a problem that the plan has no more, and of a spec."""
+    new = [record(32, 8, 1.0, artifact="new"), record(64, 8, 2.0, artifact="new-64")]
+    old = [
+        record(32, 8, "crashed", artifact="old"), record(64, 8, 0.1, artifact="old-64"), record(64, 8, 0.1),
+        record(32, 4, 9.0, artifact="new"), record(32, 8, 9.0, artifact="new", problem={"HV": 9}),
+        record(32, 8, 1.0, artifact="new", spec="chunk_scan[gone=1]"), record(64, 8, 1.0, device="another", artifact="old"),
+    ]  # fmt: skip
+    told = record(128, 0, "rejected", artifact=None, problem={})
+    classes, applied = run(tmp_path, [*old, told, *new, *old], planned=planned(*new))
+    assert shape(classes) == [(None, 32)] and applied.gains[0].sizes == (8,)
+    assert len(applied.notes) == 1
+    assert applied.notes[0].startswith(
+        "14 stale records passed over, of candidates or sizes that the plan no longer has: --meas"
+    )
+    # Without a plan nothing says which of them are stale: the last ones count.
+    (tmp_path / "all").mkdir()
+    classes, applied = run(tmp_path / "all", [*new, *old[:3]])
+    assert shape(classes) == [(None, 64)] and not applied.notes
+
+
+def test_a_spec_that_nothing_is_left_of_is_named(tmp_path: Path) -> None:
+    lines = [record(32, 8, "crashed"), record(32, 96, 1.0), record(64, 8, "wrong"), record(64, 96, "timeout")]
+    classes, applied = run(tmp_path, lines)
+    assert not classes and not applied.changed
+    assert applied.notes == (
+        f"{SPEC.key}: no schedule is left, of what was timed 1 crashed, 1 ok, 1 timeout, 1 wrong, and the records say why: "
+        "left as it was",
+    )
+    assert run(tmp_path, lines, planned=planned(*lines))[1].notes == applied.notes
 
 
 @pytest.mark.parametrize("time", [-1.0, 0, float("inf"), 10**400])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kda_tl.specs.intracard import IntracardMergeSpec
 from kda_tl.specs.kernels import ChunkScanSpec, ChunkWySpec, KernelSpec
 from kda_tl.specs.schedules import Schedule, schedule_for
 from kda_tl.tuning.problems import problems
-from kda_tl.tuning.problems_plan import Plan, PlanError, PlannedSpec, read_plan, write_plan
+from kda_tl.tuning.problems_plan import Plan, PlanError, PlannedCandidate, PlannedSpec, read_plan, write_plan
 
 pytestmark = pytest.mark.tilelang
 DECODE = RecurrentDecodeSpec()
@@ -130,6 +131,20 @@ def test_a_plan_keeps_its_other_specs(compiled: list[Schedule], tmp_path: Path) 
         prepare("sm_80", tmp_path, [DECODE])
 
 
+def test_specs_of_another_version_are_dropped(compiled: list[Schedule], tmp_path: Path) -> None:
+    from kda_tl.tuning.prepare import prepare
+
+    merge, gone = IntracardMergeSpec(), IntracardMergeSpec().key.replace("chunk_size", "chunk")
+    candidate = PlannedCandidate({}, "id", None, (gone, merge.key))
+    kept = PlannedSpec(merge.key, (gone,), (), (candidate,))
+    write_plan(tmp_path, Plan("sm_90", {}, (kept, PlannedSpec(gone, (), (), ()))))
+    with pytest.raises(PlanError, match=r"no spec of this version .* prepare again with .*--arch sm_90 --prepare"):
+        read_plan(tmp_path)
+    assert {one.spec for one in prepare("sm_90", tmp_path, [DECODE]).specs} == {DECODE.key, merge.key}
+    after = next(one for one in read_plan(tmp_path).specs if one.spec == merge.key)
+    assert after == replace(kept, inherits=(), candidates=(replace(candidate, serves=(merge.key,)),))
+
+
 def test_what_a_folder_holds_beside_candidates_is_not_removed(
     compiled: list[Schedule], cpu_registry: Registry, tmp_path: Path
 ) -> None:
@@ -143,6 +158,6 @@ def test_what_a_folder_holds_beside_candidates_is_not_removed(
     folder = tmp_path / "candidates"
     (folder / "artifacts" / "one").mkdir(parents=True)
     (folder / "plan.json").write_text('{"format": 99}')
-    with pytest.raises(PlanError, match=r"its format is 99.*; remove .*candidates first, or name another folder"):
+    with pytest.raises(PlanError, match=r"its format is 99\): remove it and make one .*, or name another folder"):
         prepare("sm_90", folder, [DECODE])
     assert (folder / "artifacts" / "one").exists() and not compiled

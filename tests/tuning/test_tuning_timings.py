@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kda_tl.tuning import Timing, TimingsError, read_timings
+from kda_tl.tuning.measure import MeasureError, append_record
 from kda_tl.tuning.timings import STATUSES
 
 RECORD: dict[str, Any] = {
@@ -26,19 +27,55 @@ def write(path: Path, *lines: str) -> Path:
 def test_records_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     other = {**RECORD, "status": "crashed", "time_ms": None, "error": None, "reason": "illegal address", "baseline": False}
     path = write(tmp_path / "t", json.dumps(RECORD), json.dumps({**other, "artifact": "abc"}), "")
-    assert read_timings(path) == [Timing(**RECORD), Timing(**other)]
+    assert read_timings(path) == [Timing(**RECORD), Timing(**other, artifact="abc")]
 
 
 def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     """The last one, at any byte; and one in the middle, where a later process went on after it."""
     line = json.dumps(RECORD)
-    for cut in range(0, len(line), 7):
+    for cut in range(len(line)):
         assert read_timings(write(tmp_path / "last", line, line[:cut])) == [Timing(**RECORD)]
         assert read_timings(write(tmp_path / "middle", line, line[:cut], line, "")) == [Timing(**RECORD)] * 2
     assert read_timings(write(tmp_path / "last", line)) == [Timing(**RECORD)]  # whole, but for its end
     assert read_timings(write(tmp_path / "empty")) == []
     (tmp_path / "zeros").write_bytes(line.encode() + b"\n" + bytes(4096) + b"\n" + line.encode())  # a machine that lost power
     assert read_timings(tmp_path / "zeros") == [Timing(**RECORD)] * 2
+
+
+@pytest.mark.parametrize(
+    "damage", [('"size": ', '"size"; '), ('"ok"', '"ok'), (", ", ". "), ("true}", 'true}"'), ("0.2", "0,2")]
+)
+def test_a_whole_line_that_is_damaged_is_no_torn_one(tmp_path: Path, damage: tuple[str, str]) -> None:
+    line = json.dumps(RECORD)
+    harmed = line.replace(*damage, 1)
+    assert harmed != line
+    with pytest.raises(TimingsError, match="t line 1: no record, and not the beginning of one"):
+        read_timings(write(tmp_path / "t", harmed, line))
+    assert read_timings(write(tmp_path / "t", line, harmed)) == [Timing(**RECORD)]  # no newline: it may be a torn one
+
+
+def test_what_comes_after_zeros_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(bytes(4096) + json.dumps(RECORD).encode() + b"\n")
+    with pytest.raises(TimingsError, match=r"t line 1: .*x00' \.\. b'.*\"baseline\": true}': remove the line"):
+        read_timings(tmp_path / "t")
+
+
+def test_a_record_is_appended_after_a_torn_line(tmp_path: Path) -> None:
+    path, line = tmp_path / "t", json.dumps(RECORD, sort_keys=True).encode() + b"\n"
+    append_record(path, RECORD)
+    assert path.read_bytes() == line
+    with open(path, "ab") as file:
+        file.write(line[:40])
+    append_record(path, RECORD)
+    assert path.read_bytes() == line + line[:40] + b"\n" + line and read_timings(path) == [Timing(**RECORD)] * 2
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t").symlink_to("/dev/full")
+    with pytest.raises(MeasureError) as raised:
+        append_record(tmp_path / "t", RECORD)
+    again = f"mend that; then `kda-tl autotune --measure {tmp_path} --resume` goes on"
+    assert str(raised.value) == f"{tmp_path / 't'} cannot be written (No space left on device): {again}"
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\x00", b"<<<<<<< HEAD", b"time_ms 0.1"])
@@ -66,6 +103,7 @@ def test_what_no_tuner_writes_is_named(tmp_path: Path, garbage: bytes) -> None:
         ({"date": "today"}, "date must be an ISO date, got 'today'"),
         ({"baseline": 1}, "baseline must be bool, got 1"),
         ({"versions": None}, "versions must be dict, got None"),
+        ({"artifact": 3}, "artifact must be str or null, got 3"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
