@@ -13,6 +13,7 @@ from kda_tl.ops.deltalog import DeltaLogCache, deltalog_decode_gdn, deltalog_dec
 from kda_tl.reference import beta_sigmoid, kda_gate, l2norm
 
 K = V = 128
+PER_TOKEN = ("q", "k", "v", "g", "r", "w", "beta")
 OPS = {"kda": deltalog_decode_kda, "gdn": deltalog_decode_gdn, "rwkv6": deltalog_decode_rwkv6}
 GATES = {
     "zero": torch.zeros_like,
@@ -82,6 +83,20 @@ def recurrence(rule: str, x: dict[str, Any], state: Tensor) -> tuple[Tensor, lis
     return o, states
 
 
+def least_output(rule: str, x: dict[str, Any], states: list[Tensor]) -> float:
+    """The smallest norm that errors of o are relative to; states as `recurrence` returns them.
+
+    A narrow base rounds what o = scale S^T q adds up. Where nearly all of that cancels, or only q . k of the token at hand is
+    left and close to 0, rounding is measured against half of what random signs would have left.
+    """
+    T, HV = x["v"].shape[1:3]
+    q = x["r" if rule == "rwkv6" else "q"].double().repeat_interleave(HV // x["k"].shape[2], 2)
+    q = l2norm(q) if x.get("use_qk_l2norm_in_kernel") else q
+    read = states[:T] if rule == "rwkv6" else states[1 : T + 1]
+    terms = [(q[:, t].square().unsqueeze(-2) @ state.square()).sum().item() for t, state in enumerate(read)]
+    return K**-0.5 * max(0.05 * x["v"].double().norm().item(), 0.5 * sum(terms) ** 0.5)
+
+
 def call(rule: str, x: dict[str, Any], cache: DeltaLogCache, state_indices: Tensor, **options: Any) -> Tensor:
     with nan_filled_memory(), torch.no_grad():
         return OPS[rule](**x, cache=cache, state_indices=state_indices, **options)
@@ -140,16 +155,14 @@ class Walk:
             options["valid"] = torch.tensor(valid, dtype=torch.int32, device=self.device)
         o = call(self.rule, x, self.cache, self.indices(slots), verify=verify, **options)
         live = [i for i, slot in enumerate(slots) if 0 <= slot < self.slots and slot != options.get("null_index")]
-        rows = {
-            name: y[live] if isinstance(y, Tensor) and name in ("q", "k", "v", "g", "r", "w", "beta") else y
-            for name, y in x.items()
-        }
+        rows = {name: y[live] if name in PER_TOKEN else y for name, y in x.items()}
         used = [slots[i] for i in live]
         o_true, states = recurrence(self.rule, rows, self.truth[used])
         for row, i in enumerate(live):
             kept = T if valid is None else max(0, min(T, valid[i]))
-            # Where q . k is all that is left and close to 0, rounding is measured against what it is the difference of.
-            self._note("o", o[i, :kept], o_true[row, :kept], 0.05 * K**-0.5 * x["v"][i, :kept].double().norm().item())
+            one = {name: y[[row], :kept] if name in PER_TOKEN else y for name, y in rows.items()}
+            least = least_output(self.rule, one, [state[[row]] for state in states])
+            self._note("o", o[i, :kept], o_true[row, :kept], least)
             assert not o[i, kept:].any(), "tokens that are not valid must give zeros"
             self.truth[slots[i]] = states[kept][row]
             past = [s[row] for s in states[:kept]]

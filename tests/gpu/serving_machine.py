@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from chunk_kda_cases import nan_filled_memory
-from deltalog_cases import K, V, Walk, recurrence, tokens
+from deltalog_cases import PER_TOKEN, V, Walk, least_output, recurrence, tokens
 from deltalog_machine import make_machine, padded_slots
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -20,7 +20,6 @@ import kda_tl
 
 PREFILL = {"kda": kda_tl.chunk_kda, "gdn": kda_tl.chunk_gdn, "rwkv6": kda_tl.chunk_rwkv6}
 DENSE = {"kda": kda_tl.recurrent_kda, "gdn": kda_tl.recurrent_gdn, "rwkv6": kda_tl.recurrent_rwkv6}
-PER_TOKEN = ("q", "k", "v", "g", "r", "w", "beta")
 WAYS = ("in the pool", "by write_state", "pack in the pool", "pack by write_state")
 
 
@@ -89,7 +88,7 @@ class ServingWalk(Walk):
             return
         before = torch.zeros_like(self.truth[[slot]]) if start else self.truth[[slot]]
         o_true, states = recurrence(self.rule, x, before)
-        self._note("o", o, o_true, 0.05 * K**-0.5 * x["v"].double().norm().item())
+        self._note("o", o, o_true, least_output(self.rule, x, states))
         self.truth[slot] = states[-1][0]
         self._forget([slot])
 
