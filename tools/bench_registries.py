@@ -188,7 +188,8 @@ def main() -> None:
             parser.error(f"{registry.resolve()} must have no {os.pathsep!r} in its path, which separates registries")
     if options.out is not None:
         try:
-            options.out.write_text("[]")
+            with options.out.open("a"):  # what it holds stays until the first case is timed
+                pass
         except OSError as error:
             parser.error(f"--out {options.out} cannot be written: {error.strerror}")
     from timing import need_gpu

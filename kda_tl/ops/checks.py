@@ -72,8 +72,11 @@ def check_number(name: str, value: object, allowed: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
-    if isinstance(value, int) and value.bit_length() > 1023:
-        raise ValueError(f"{name} must be {allowed}, got one that no float holds")
+    if isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be {allowed}, got one that no float holds") from None
 
 
 def check_null_index(null_index: object) -> None:

@@ -118,7 +118,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = dict(zip(ctx.names, ctx.saved_tensors))
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them once
+        tensors = dict(zip(ctx.names, saved))
         options: Recomputation = ctx.options
         wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:]) if needed and name in options.used]
         with torch.no_grad():
@@ -128,7 +129,7 @@ class _Recomputed(torch.autograd.Function):
                 options.use_beta_sigmoid_in_kernel, options.allow_neg_eigval, options.state_v_first,
             )  # fmt: skip
         if torch.is_grad_enabled():  # create_graph: a second derivative may follow, by the inputs or by grad_o
-            behind = [x for x in (*ctx.saved_tensors, grad_o, grad_final_state) if x is not None and x.requires_grad]
+            behind = [x for x in (*saved, grad_o, grad_final_state) if x is not None and x.requires_grad]
             gradients = _Once.apply(len(gradients), *gradients, *behind)
         found = dict(zip(wanted, gradients))
         return (None, None, None, *(found.get(name) for name in ctx.names))
@@ -139,11 +140,11 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors[:count])
+        return tensors[:count]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.mark_dirty(*inputs[1 : 1 + inputs[0]])  # the same tensors, not views of them, which nobody could write to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

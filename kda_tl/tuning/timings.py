@@ -115,7 +115,7 @@ def read_timings(path: Path) -> list[Timing]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line)
+            given = json.loads(line.rstrip(b"\0\r\n"))  # zeros are what a machine leaves that lost power
         except (ValueError, RecursionError):
             if _is_torn(line):
                 continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from kda_tl.ops import gradients
@@ -417,6 +418,23 @@ def test_a_second_derivative_is_refused(name: str, loss: Callable[[Tensor], Tens
     assert torch.equal(first, plain)
     with pytest.raises(NotImplementedError, match="no derivatives of their own"):
         (o.sum() + first.pow(2).sum()).backward()
+
+
+def test_create_graph_alone_does_no_harm() -> None:
+    """Under a checkpoint, which unpacks what is saved once; and a gradient may be changed in place."""
+    x, options = make("kda", 1, 5, 1, 1, 4, 4), Recomputation(RULES["kda"])
+    q = x["q"].requires_grad_()
+
+    def forward(q: Tensor) -> Tensor:
+        return differentiable(launcher(options), {**x, "q": q}, options)[0]
+
+    (expected,) = torch.autograd.grad(forward(q).sum(), q)
+    o = torch.utils.checkpoint.checkpoint(forward, q, use_reentrant=False)
+    (found,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.mul_(2), 2 * expected)
+    with pytest.raises(NotImplementedError, match="no derivatives of their own"):
+        found.sum().backward()
 
 
 def test_a_functional_second_derivative_is_refused() -> None:

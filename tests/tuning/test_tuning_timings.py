@@ -40,6 +40,8 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     assert read_timings(write(tmp_path / "empty")) == []
     (tmp_path / "zeros").write_bytes(line.encode() + b"\n" + bytes(4096) + b"\n" + line.encode())  # a machine that lost power
     assert read_timings(tmp_path / "zeros") == [Timing(**RECORD)] * 2
+    (tmp_path / "behind").write_bytes(line.encode() + bytes(9) + b"\n" + line.encode() + b"\n")
+    assert read_timings(tmp_path / "behind") == [Timing(**RECORD)] * 2
 
 
 @pytest.mark.parametrize(
