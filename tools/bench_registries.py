@@ -15,11 +15,9 @@ Exits 1 where a case is slower, 2 where not all of them could be timed; --out ha
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,7 +32,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tools")]
 KINDS = ("prefill", "decode", "deltalog")
 ROUNDS, REPLAYS = 7, 12
 PATIENCE = 300  # seconds: an answer takes a few, of which the float64 recurrence is the most
-PR_SET_PDEATHSIG = 1
 
 
 def cases(only: list[str]) -> Iterator[tuple[str, ...]]:
@@ -91,12 +88,14 @@ def prepared(case: tuple[str, ...]) -> tuple[Callable[[], None], int]:
 
 def serve(pipe: Connection, registry: str) -> None:
     """A process of one registry: prepares the case that is sent, and times rounds of it for every None until the next."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it would hold the device for nobody
     os.environ["KDA_TL_REGISTRY"] = registry
     import torch
     from timing import time_ms
 
     from kda_tl.runtime.loader import loaded_from
+    from kda_tl.tuning.measure_child import die_with_parent
+
+    die_with_parent()
 
     replay: Callable[[], None] = lambda: None  # noqa: E731
     calls = 1

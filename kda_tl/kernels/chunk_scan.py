@@ -14,7 +14,7 @@ NVIDIA H200. Three were counted and timed, the scan of the wide one with W and U
 chunk_scan, best V tile, at 96 and 32 heads:
 
     lean    chunk_wy stores A_inv and P; the scan reads q, k, g, v again      5 + 7 units   0.73 + 0.69   0.26 + 0.41
-    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.57 + 0.36   0.22 + 0.16
+    gated   chunk_wy stores the gated q and k as well; the scan reads them    8 + 6         0.58 + 0.36   0.22 + 0.16
     wide    W and U in place of A_inv and k_decayed, v                        9.5 + 5.5        ? + 0.33      ? + 0.16
 
 The gated plan is the one that stays. The lean scan spent 3.3 of 3.6 microseconds per chunk on gating, once per V tile; without

@@ -68,9 +68,7 @@ def run(op: Op, a: DecodeArguments, watch: Candidate | None = None) -> Results:
         check_options(op, a)
         if traced or not is_plain(a[:13]):
             return _call(op, a)
-        decision = _decided(op, a)
-        if key is not None:
-            _known.put(key, decision)
+        decision = _known.once(key, lambda: _decided(op, a))
     if forward_ad._current_level >= 0:
         _refuse_gradients(op, a)
     return carry_out(decision, a, watch)
@@ -132,14 +130,12 @@ def _decided(op: Op, a: DecodeArguments) -> Decision:
 
 def _decision(op: Op, a: DecodeArguments) -> Decision:
     """Of a call that comes through torch's dispatcher, as compiled code makes them: checked and planned once, too."""
-    key = key_of(op, a)
-    found = None if key is None else known(key)
-    if found is None:
+
+    def make() -> Decision:
         check_options(op, a)
-        found = _decided(op, a)
-        if key is not None:
-            _known.put(key, found)
-    return found
+        return _decided(op, a)
+
+    return _known.once(key_of(op, a), make)
 
 
 def _call(op: Op, a: DecodeArguments) -> Results:

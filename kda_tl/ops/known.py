@@ -41,6 +41,15 @@ class Known(Generic[D]):
                 self._found.pop(next(iter(self._found)), None)
         self._found[key] = decision
 
+    def once(self, key: object, make: Callable[[], D]) -> D:
+        """What is kept under `key`, else what `make` makes, which is kept; with a key of None, nothing is."""
+        found = None if key is None else self.get(key)
+        if found is None:
+            found = make()
+            if key is not None:
+                self.put(key, found)
+        return found
+
     def __len__(self) -> int:
         return len(self._found)
 

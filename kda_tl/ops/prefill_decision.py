@@ -31,7 +31,7 @@ from kda_tl.specs.prefill import POOL_DTYPES, gate_dtypes
 from kda_tl.specs.rules import Rule
 from kda_tl.specs.sizes import problem_size
 
-__all__ = ["Decision", "Scan", "as_they_are", "decide", "intracard_specs_of", "key_of", "known", "remember"]
+__all__ = ["Decision", "Scan", "as_they_are", "decide", "intracard_specs_of", "key_of", "known", "once"]
 
 
 class Scan(NamedTuple):
@@ -153,7 +153,7 @@ def key_of(op: Op, a: Arguments) -> object:
     return tuple(key)
 
 
-known, remember = _known.get, _known.put
+known, once = _known.get, _known.once
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kda_tl.ops.known import any_mode, is_plain
 from kda_tl.ops.prefill import Results, allocate, carry_out, decided
 from kda_tl.ops.prefill_checks import CHUNK_SIZE, check, check_options, check_types
 from kda_tl.ops.prefill_context import receive
-from kda_tl.ops.prefill_decision import Decision, key_of, known, remember
+from kda_tl.ops.prefill_decision import Decision, key_of, known, once
 from kda_tl.ops.repeated import Candidate, recognising
 
 __all__ = ["public", "register", "run"]
@@ -78,9 +78,7 @@ def run(op: Op, a: Arguments, watch: Candidate | None = None) -> Any:
         check_types(op, a)
         if traced or not is_plain((*a[:12], a.state_indices)):
             return _results(a, *_call(op, a))
-        decision = decided(op, a)
-        if key is not None:
-            remember(key, decision)
+        decision = once(key, lambda: decided(op, a))
     if forward_ad._current_level >= 0:
         _refuse_gradients(op, a, "has no forward-mode derivative")
     o, final, states = carry_out(decision, a, watch)
@@ -135,14 +133,12 @@ def _recomputation(op: Op, a: Arguments) -> gradients.Recomputation:
 
 def _decision(op: Op, a: Arguments) -> Decision:
     """Of a call that comes through torch's dispatcher, as compiled code makes them: checked and planned once, too."""
-    key = key_of(op, a)
-    found = None if key is None else known(key)
-    if found is None:
+
+    def make() -> Decision:
         check_options(op, a)
-        found = decided(op, a)
-        if key is not None:
-            remember(key, found)
-    return found
+        return decided(op, a)
+
+    return once(key_of(op, a), make)
 
 
 def register(op: Op) -> None:

@@ -1,7 +1,4 @@
-"""The rest of the family, one or a few tokens per request: RWKV6, and the rules with plainer decays or no delta correction.
-
-What is not said here about arguments, results, dtypes, sizes and errors is as in `recurrent_kda`.
-"""
+"""The rest of the family, one or a few tokens per request: RWKV6, and the rules with plainer decays or no delta correction."""
 
 from __future__ import annotations
 
@@ -50,19 +47,11 @@ def recurrent_rwkv6(
 ) -> DecodeArguments:
     """RWKV6 (arXiv 2404.05892): o = scale (S^T r + (sum r u k) v) reads first; then S = Diag(e^w) S + k v^T.
 
+    Arguments, results and errors that are not named here are those of `recurrent_kda`.
+
     Args:
         r, k: [B, T, H, K]; v: [B, T, HV, V]; w: [B, T, HV, K], natural-log decay.
         u: [H, K], the bonus of the token at hand, one for all value heads of a head, as in `chunk_rwkv6`.
-        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
-            has_initial_state, inplace: as in `recurrent_kda`.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state or None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        ArtifactMissing: the kernel is not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient.
     """
     refuse_unknown(RECURRENT_RWKV6, kwargs)
     return DecodeArguments(
@@ -93,18 +82,10 @@ def recurrent_gla(
 ) -> DecodeArguments:
     """Gated linear attention (arXiv 2312.06635): S = Diag(e^gk) S + k v^T, o = scale S^T q.
 
+    Arguments, results and errors that are not named here are those of `recurrent_kda`.
+
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; gk: [B, T, HV, K], natural-log decay.
-        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
-            has_initial_state, inplace: as in `recurrent_kda`.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state or None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        ArtifactMissing: the kernel is not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient.
     """
     refuse_unknown(RECURRENT_GLA, kwargs)
     return DecodeArguments(
@@ -135,18 +116,10 @@ def recurrent_simple_gla(
 ) -> DecodeArguments:
     """One decay per head (RetNet, arXiv 2307.08621; Mamba-2, arXiv 2405.21060): S = e^g S + k v^T, o = scale S^T q.
 
+    Arguments, results and errors that are not named here are those of `recurrent_kda`.
+
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV], natural-log decay.
-        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
-            has_initial_state, inplace: as in `recurrent_kda`.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state or None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        ArtifactMissing: the kernel is not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient.
     """
     refuse_unknown(RECURRENT_SIMPLE_GLA, kwargs)
     return DecodeArguments(
@@ -176,19 +149,11 @@ def recurrent_linear_attention(
 ) -> DecodeArguments:
     """Linear attention (arXiv 2006.16236), not normalised: S = S + k v^T, o = scale S^T q.
 
+    Arguments, results and errors that are not named here are those of `recurrent_kda`.
+
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V].
         initial_state: as `chunk_linear_attention(..., normalize=False)` leaves it.
-        scale, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index, has_initial_state,
-            inplace: as in `recurrent_kda`.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state or None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        ArtifactMissing: the kernel is not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient.
     """
     refuse_unknown(RECURRENT_LINEAR_ATTENTION, kwargs)
     return DecodeArguments(
@@ -220,19 +185,11 @@ def recurrent_delta_rule(
 ) -> DecodeArguments:
     """DeltaNet (arXiv 2406.06484): u = beta (v - S^T k), S = S + k u^T, o = scale S^T q.
 
+    Arguments, results and errors that are not named here are those of `recurrent_kda`.
+
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV], write strength.
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, state_v_first, state_indices, null_index,
-            has_initial_state, inplace: as in `recurrent_kda`.
-
-    Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state or None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        ArtifactMissing: the kernel is not built for this device; the message names the command.
-        NotImplementedError: an input requires a gradient.
     """
     refuse_unknown(RECURRENT_DELTA_RULE, kwargs)
     return DecodeArguments(

@@ -1,8 +1,8 @@
 """The environment variables that a call obeys, and when it looks at them.
 
-KDA_TL_REGISTRY and KDA_TL_ARCH are honoured by the very next call after they change, so every call compares them; it compares
-them raw, since `os.environ.get` encodes and decodes on each read (0.4 us against 0.05 us). KDA_TL_ON_MISS is read where a
-kernel is not loaded yet, KDA_TL_NVTX where one is loaded.
+KDA_TL_REGISTRY, KDA_TL_ARCH and KDA_TL_CHECK are honoured by the very next call after they change, so every call compares them;
+it compares them raw, since `os.environ.get` encodes and decodes on each read (0.4 us against 0.05 us). KDA_TL_ON_MISS is read
+where a kernel is not loaded yet, KDA_TL_NVTX where one is loaded.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ VARIABLES = {
 """Every variable that the runtime reads."""
 
 
+_stored: object = getattr(os.environ, "_data", None)
+
+
 def _raw(name: str) -> Callable[[], object]:
     """Reads one variable: None where it is not set, else something that changes when its value does."""
-    stored = getattr(os.environ, "_data", None)
-    if isinstance(stored, dict):
-        return partial(stored.get, os.environ.encodekey(name))
+    if isinstance(_stored, dict):
+        return partial(_stored.get, os.environ.encodekey(name))
     return partial(os.environ.get, name)
 
 
 def _raw_value(value: str) -> object:
     """What `_raw` reads where a variable has that value."""
-    return os.environ.encodevalue(value) if isinstance(getattr(os.environ, "_data", None), dict) else value
+    return os.environ.encodevalue(value) if isinstance(_stored, dict) else value
 
 
 registry_setting = _raw("KDA_TL_REGISTRY")

@@ -30,7 +30,7 @@ from kda_tl.specs.kernels import spec_of_key
 from kda_tl.tuning.problems import check_case, full_case
 from kda_tl.tuning.problems_case import Case
 
-__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "NotLoaded", "NotMade", "serve"]
+__all__ = ["MAKING_TENSORS", "At", "Done", "Found", "Hello", "Job", "NotLoaded", "NotMade", "die_with_parent", "serve"]
 
 ROUNDS = 12
 FIRST_ROUNDS = 3
@@ -97,11 +97,16 @@ class Done:
     pass
 
 
+def die_with_parent() -> None:
+    """However that ends: a process that nobody reads would hold the device for nobody."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(pipe: Connection, folder: str, arch: str) -> None:
     """Until the parent closes the pipe."""
     # Not a part of the parent's group, which Ctrl-C reaches as a whole; and gone when the parent is.
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     device = torch.device("cpu" if arch == "cpu" else "cuda")
     if device.type == "cpu":
         torch.set_num_threads(1)
