@@ -38,7 +38,7 @@ def unfused(x: dict[str, Any], op: Any = kda_tl.chunk_kda) -> Any:
         patch.setattr(fused, "native", lambda name: None)
         patch.setattr(op.repeated, "call", lambda *given: None)
         patch.setattr("kda_tl.ops.prefill_library.known", lambda key: None)
-        patch.setattr("kda_tl.ops.prefill_library.remember", lambda key, decision: None)
+        patch.setattr("kda_tl.ops.prefill_library.once", lambda key, make: make())
         return op(**x)
 
 

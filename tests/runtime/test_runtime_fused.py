@@ -46,8 +46,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(prefill_launch, "launch", launch)
     monkeypatch.setattr(kda_tl.chunk_kda.repeated, "call", lambda *given: None)
     monkeypatch.setattr(dispatcher, "kernel", kernel)
-    for name in ("known", "remember"):
-        found = known.get if name == "known" else known.put
+    for name, found in (("known", known.get), ("once", known.once)):
         monkeypatch.setattr(f"kda_tl.ops.prefill_library.{name}", found)
     yield called
 
